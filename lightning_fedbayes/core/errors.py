@@ -203,9 +203,8 @@ def check_kind(
     name: str, value: Any, kind: type | UnionType, remedy: str, *, error: type[FedBayesError] = FederationError
 ) -> None:
     """Raise ``error`` with the ``remedy``, such as "give a module", unless an argument has the right type."""
-    if not isinstance(value, kind) or (
-        kind is Iterable and getattr(value, "ndim", 1) == 0
-    ):  # arrays all say that they are
+    is_scalar = kind is Iterable and getattr(value, "ndim", 1) == 0  # arrays without dimensions say that they are one
+    if is_scalar or not isinstance(value, kind):
         raise error(f"{name}={shown(value)}: {remedy}")
 
 
