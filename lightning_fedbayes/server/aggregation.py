@@ -1,6 +1,6 @@
 """Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,20 @@ from lightning_fedbayes.fusion import FusionAccumulator, FusionRule, RuleState, 
 from lightning_fedbayes.fusion.accumulator import check_finite, check_structure, fuse_distributed
 from lightning_fedbayes.fusion.averages import add_disagreement
 from lightning_fedbayes.fusion.rule import add
-from lightning_fedbayes.methods.method import PREFIX, split
+from lightning_fedbayes.methods.method import PREFIX, Method, Shared, joined, split
 from lightning_fedbayes.server import weighting as weighing
-from lightning_fedbayes.server.guard import FEWEST, MOST_MEASURED, MOST_MOVE, REMEDY, Guard, Limits, changed
+from lightning_fedbayes.server.guard import (
+    FEWEST,
+    MOST_MEASURED,
+    MOST_MOVE,
+    REMEDY,
+    Guard,
+    Limits,
+    TensorsGuard,
+    changed,
+)
+from lightning_fedbayes.server.site_guard import SiteGuard
+from lightning_fedbayes.server.sums_guard import SumsGuard
 from lightning_fedbayes.server.weighting import PER_CLIENT, ClientFacts, client_weights
 
 
@@ -430,6 +441,30 @@ class Aggregation:
             self._weights[update.client] = weight
             if self._streams:
                 self._buffers.add(update.buffers, weight)
+
+
+def guard_of(
+    method: Method,
+    shared: Shared,
+    sent: Mapping[str, Tensor],
+    previous: GaussianPosterior,
+    probabilistic: Collection[str],
+    counted_of: Callable[[int], Mapping[str, Tensor]],
+    keeps: bool,
+    options: tuple[Any, ...],
+) -> Guard:
+    """Return the guard of a round, by what its clients send. ``options`` are the bound and what follows of a guard."""
+    bound, *others = options
+    if method.totals:
+        return SumsGuard(shared.posterior, bound, counted_of, keeps, *others)
+    if method.adds:
+        return SiteGuard(shared.posterior, method.slope(shared), bound, counted_of, *others)
+    if not sent:
+        return Guard(previous, probabilistic, *options)
+    names = joined({}, {name: sent[name] for name in method.per_example})
+    before = counted_of if method.sends_changes else None
+    own = previous, probabilistic, *options
+    return TensorsGuard(*own, sent=joined({}, sent), per_example=names, counted_of=before)
 
 
 def mean_variance(posterior: GaussianPosterior) -> dict[str, float]:

@@ -27,11 +27,9 @@ from lightning_fedbayes.fusion.accumulator import check_finite
 from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
 from lightning_fedbayes.methods.method import joined, split
-from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, mean_variance
-from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, TensorsGuard, probabilistic_names
+from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, guard_of, mean_variance
+from lightning_fedbayes.server.guard import USUAL, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
-from lightning_fedbayes.server.site_guard import SiteGuard
-from lightning_fedbayes.server.sums_guard import SumsGuard
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
 
@@ -203,19 +201,10 @@ class Server:
             if is_new:
                 self.sites, self.untold = {}, set()
             counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-            beside, names = joined({}, sent), joined({}, {name: sent[name] for name in method.per_example})
             part = 1.0 if self.versions is None else len(plan.cohort) * share
-            about = self._memory, share == 1, part
-            if method.totals:
-                guard = SumsGuard(self.posterior, bound, counted_of, self._counted_of is None, *about)
-            elif method.adds:
-                guard = SiteGuard(self.posterior, method.slope(self._shared), bound, counted_of, *about)
-            else:
-                options = previous, self._probabilistic, bound, *about
-                before = counted_of if method.sends_changes else None
-                guard = Guard(*options)
-                if beside:
-                    guard = TensorsGuard(*options, sent=beside, per_example=names, counted_of=before)
+            options = bound, self._memory, share == 1, part
+            of_round = previous, self._probabilistic, counted_of, self._counted_of is None
+            guard = guard_of(method, self._shared, sent, *of_round, options)
         own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # clients do not change it
         expected = joined(own, sent)
         options = self.collective, guard, method.adds, partial(method.doubt, self._shared) if sent else None

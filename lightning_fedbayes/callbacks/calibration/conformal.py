@@ -423,7 +423,7 @@ class FederatedConformal(CalibrationCallback):
         threshold, thresholds, releases = state["threshold"], state["thresholds"], state["releases"]
         errors.check_kind("thresholds", thresholds, Mapping, "give a dict, client → threshold")
         for name, each in (("threshold", 0.0 if threshold is None else threshold), *thresholds.items()):
-            if each != math.inf and not (is_number(each) and each >= 0):
+            if not (isinstance(each, float) and each == math.inf) and not (is_number(each) and each >= 0):
                 raise FederationError(f"threshold of {shown(name)}: {shown(each)} is none; give a number of at least 0")
         errors.check_number("temperature", state["temperature"], "(0, inf)")
         errors.check_at_least("releases", releases, 0)
