@@ -18,7 +18,7 @@ from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, checks,
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
 from lightning_fedbayes.clients.engine import Engine
-from lightning_fedbayes.clients.model import frozen_names, with_rest
+from lightning_fedbayes.clients.model import call_hook, frozen_names, with_rest
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_kind
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -294,9 +294,7 @@ class FederatedBayes(TrainsClients):
         loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
         if loop.collective.size > 1:
             loop.stop_together(lambda: federation.stage == "training")
-        start = getattr(pl_module, "on_federation_start", None)
-        if start is not None:
-            start()
+        call_hook(pl_module, "on_federation_start")
         loop.guard_weights_only(self._between_rounds)
         self._report.start(trainer, self.described(), loader.clients, federation.server.posterior, loader.statistics)
 

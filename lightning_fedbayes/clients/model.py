@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from hashlib import sha256
+from typing import Any
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
@@ -298,6 +299,13 @@ def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection
     mean = {**{name: now.mean[name] for name in names}, **posterior.mean}
     variance = {**{name: now.variance[name] for name in names}, **posterior.variance}
     return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
+
+
+def call_hook(module: object, name: str, *given: Any) -> None:
+    """Call the hook ``name`` of a user's module, if it has one, with what is ``given``."""
+    hook = getattr(module, name, None)
+    if hook is not None:
+        hook(*given)
 
 
 def bits(tensor: Tensor) -> tuple[int, int]:
