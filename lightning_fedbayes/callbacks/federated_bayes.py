@@ -114,7 +114,6 @@ class FederatedBayes(TrainsClients):
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None  # by a checkpoint
         self._earlier: dict[str, Any] | None = None  # of the fit before
-        self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
         self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
         self._reasons: list[str] | None = None
@@ -409,14 +408,7 @@ class FederatedBayes(TrainsClients):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round."""
         self._drop_unfinished_round()
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the Trainer and the module back as they were."""
-        if stage == "fit" and self._loop is not None:
-            self._loop.restore()
-        if stage == "fit" and self._federation is not None:
-            self._federation.engine.restore_priors()
+        super().on_exception(trainer, pl_module, exception)
 
     def _drop_unfinished_round(self) -> None:
         """Forget a round that was cut short, by early stopping, a time limit or an exception."""

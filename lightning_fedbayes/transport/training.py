@@ -267,14 +267,3 @@ class ClientTraining(TrainsClients):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what the module has logged of its training."""
         self._engine.log.end_round()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give the Trainer and the module back as they were."""
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the Trainer and the module back as they were."""
-        if stage == "fit" and self._loop is not None:
-            self._loop.restore()
-        if stage == "fit" and self._engine is not None:
-            self._engine.restore_priors()
