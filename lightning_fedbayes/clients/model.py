@@ -10,11 +10,11 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.clients.learned import LearnedPosterior, full, variance_of
+from lightning_fedbayes.clients.learned import LearnedPosterior, variance_of
 from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.clients.snapshot import write
 from lightning_fedbayes.core.errors import FederationError, listed, nearest, shown
-from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.posterior import GaussianPosterior, at_least_float32
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
@@ -236,7 +236,7 @@ class ResidentModel:
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
         others = self._local_parameters.keys() | self.frozen.keys()
-        return {name: full(value) for name, value in self.global_parameters.items() if name not in others}
+        return {name: at_least_float32(value) for name, value in self.global_parameters.items() if name not in others}
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
