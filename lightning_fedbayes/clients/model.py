@@ -263,13 +263,8 @@ class ResidentModel:
             live = dict(self.module.named_buffers())
             kept.update((name, live[name]) for name in self._kept_buffers)
         if self.variances:
-            kept |= self.as_kept({n: self.variances[n] for n in self._kept_parameters if n in self.variances})
+            kept |= {variance_of(n): self.variances[n] for n in self._kept_parameters if n in self.variances}
         return kept
-
-    @staticmethod
-    def as_kept(variances: Mapping[str, Tensor]) -> Tensors:
-        """Return variances by the names under which a client keeps them."""
-        return {variance_of(name): value for name, value in variances.items()}
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
         live = dict(self.module.named_buffers()) if names else {}

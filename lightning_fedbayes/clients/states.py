@@ -275,11 +275,6 @@ class InFlight:
         for client, each in self.sent.items():
             self.sent[client] = each if each.state is None else each._replace(state=change(each.state))
 
-    @property
-    def rounds(self) -> set[int]:
-        """The rounds that they are about."""
-        return {each.started for each in self.sent.values()}
-
     def state_dict(self) -> list[dict[str, Any]]:
         """Return all messages, as tensors, numbers and text."""
         found = []
