@@ -196,8 +196,6 @@ class States:
             self.sample = next(filter(any, found), self._last or self.sample)
         self._new, self._last = {}, []
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Begin with empty states. Raise FederationError if the folder holds the clients of another run."""
         if self.store is not None:
