@@ -324,8 +324,7 @@ class FederatedBayes(TrainsClients):
         assert loop is not None
         assert loader is not None
         loop.begin_round()
-        share = self._planned(trainer, loop, loader)
-        loop.set_length(self.federation.engine.num_batches(share))
+        loop.set_length(self.federation.engine.num_batches(self._planned(trainer, loop, loader)))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
         """At the round's first batch begin it. At a client's first batch, give it the global posterior."""

@@ -310,8 +310,7 @@ class KroneckerPosterior:
                 sets[name] = sets[name].clone()
             for draw in range(draws):
                 pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
-                moved = self.systems[layer].solve(pushed)
-                for name, value in split(moved, layer, self.mean).items():
+                for name, value in split(self.systems[layer].solve(pushed), layer, self.mean).items():
                     sets[name][draw] += value
         return sets
 
