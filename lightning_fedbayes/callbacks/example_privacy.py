@@ -103,8 +103,7 @@ class ExamplePrivacy(L.Callback):
         self._trains = found
         if found.settings.engine == "vectorized":
             what = "ExamplePrivacy needs gradients of single examples, which engine='vectorized' does not compute"
-            remedy = "use engine='sequential' or 'auto'"
-            raise FederationError(f"{what}; {remedy}")
+            raise FederationError(f"{what}; use engine='sequential' or 'auto'")
         if trainer.world_size > 1:
             why = f"it counts the steps of clients that one process trains, and there are {trainer.world_size}"
             raise FederationError(f"ExamplePrivacy: {why}; use devices=1")

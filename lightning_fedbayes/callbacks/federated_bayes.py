@@ -18,7 +18,7 @@ from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, checks,
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
 from lightning_fedbayes.clients.engine import Engine
-from lightning_fedbayes.clients.model import frozen_names, with_rest
+from lightning_fedbayes.clients.model import call_hook, frozen_names, with_rest
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, check_kind
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.seeding import derive_seed, seed_everything
@@ -114,7 +114,6 @@ class FederatedBayes(TrainsClients):
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None  # by a checkpoint
         self._earlier: dict[str, Any] | None = None  # of the fit before
-        self._loop: FitLoop | None = None
         self._loader: FederatedLoader | None = None
         self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
         self._reasons: list[str] | None = None
@@ -294,9 +293,7 @@ class FederatedBayes(TrainsClients):
         loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
         if loop.collective.size > 1:
             loop.stop_together(lambda: federation.stage == "training")
-        start = getattr(pl_module, "on_federation_start", None)
-        if start is not None:
-            start()
+        call_hook(pl_module, "on_federation_start")
         loop.guard_weights_only(self._between_rounds)
         self._report.start(trainer, self.described(), loader.clients, federation.server.posterior, loader.statistics)
 
@@ -327,8 +324,7 @@ class FederatedBayes(TrainsClients):
         assert loop is not None
         assert loader is not None
         loop.begin_round()
-        share = self._planned(trainer, loop, loader)
-        loop.set_length(self.federation.engine.num_batches(share))
+        loop.set_length(self.federation.engine.num_batches(self._planned(trainer, loop, loader)))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
         """At the round's first batch begin it. At a client's first batch, give it the global posterior."""
@@ -411,14 +407,7 @@ class FederatedBayes(TrainsClients):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round."""
         self._drop_unfinished_round()
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the Trainer and the module back as they were."""
-        if stage == "fit" and self._loop is not None:
-            self._loop.restore()
-        if stage == "fit" and self._federation is not None:
-            self._federation.engine.restore_priors()
+        super().on_exception(trainer, pl_module, exception)
 
     def _drop_unfinished_round(self) -> None:
         """Forget a round that was cut short, by early stopping, a time limit or an exception."""

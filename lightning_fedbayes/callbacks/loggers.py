@@ -44,8 +44,7 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
         if isinstance(logger, WandbLogger):
             import wandb
 
-            table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            _log_media(logger, name, table, round)
+            _log_media(logger, name, wandb.Table(list(columns), [list(row) for row in rows]), round)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(name, markdown_table(columns, rows), global_step=round)
         elif isinstance(logger, CSVLogger):

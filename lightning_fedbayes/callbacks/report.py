@@ -117,7 +117,9 @@ class FederationReport:
     ) -> None:
         """Log settings, the network's name and parameters, clients × classes as a heat map, and ``statistics``."""
         self._with_axis = set()
-        self._unheld = learnt_variances(trainer.lightning_module)
+        found = gaussian_parameters(trainer.lightning_module)
+        is_ours = all(isinstance(each.layer, BayesianLayer) for each in found.values())  # no note is taken of others
+        self._unheld = [name for name, each in found.items() if each.rho.requires_grad] if is_ours else []
         KLWatch.seen = False
         self.set_clients(clients)
         settings = {**settings, "network": described_network(trainer.lightning_module, posterior)}
@@ -349,14 +351,6 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
         "trained": sum(p.numel() for p in known if p.requires_grad),
         "gaussian": sum(variance.numel() for variance in posterior.variance.values() if not is_zero(variance)),
     }
-
-
-def learnt_variances(module: nn.Module) -> list[str]:
-    """Return the names of the Gaussian parameters with trained variances. Empty for layers of bayesian-torch."""
-    parameters = gaussian_parameters(module)
-    if not all(isinstance(each.layer, BayesianLayer) for each in parameters.values()):
-        return []
-    return [name for name, each in parameters.items() if each.rho.requires_grad]
 
 
 def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:

@@ -81,7 +81,7 @@ class Engine(ABC):
         self.states = States(folder, writes=writes, device=context.device)
         self.plan = RoundPlan(-1, ())
         self.prepare: Callable[[Any], Any] | None = None
-        self.shared: methods.Shared | None = None
+        self.shared: methods.Shared
         self.local: LocalPriors | None = None
         self._prior: GaussianPosterior | None = None
         self._under_way: dict[int, tuple[methods.Participant, methods.LocalProblem]] = {}
@@ -166,7 +166,6 @@ class Engine(ABC):
 
     def problem(self, client: int, state: ClientState) -> methods.LocalProblem:
         """Ask the method what a client minimises, and remember it until the client's report."""
-        assert self.shared is not None
         context, lengths, epochs = self.context, self.plan.lengths, self.plan.local_epochs
         steps = epochs * -(-(lengths.get(client, 0) // epochs) // context.accumulate)
         who = client % STRIDE, self.sizes[client], state.kept, client // STRIDE
@@ -275,7 +274,6 @@ class Engine(ABC):
         own: dict[str, Any] = {"rounds": self.plan.round + 1} if self.keep_optimizer else {}
         if self.keep_posteriors and is_last:
             own["own"] = (posterior if self.states.writes_at_once else posterior.clone()).state_dict()
-        assert self.shared is not None
         participant, _ = self._under_way.pop(client)
         report = methods.report_of(self.method, self.shared, participant, methods.Trained(posterior, *(measured or ())))
         own["kept"] = {}

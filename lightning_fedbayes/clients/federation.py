@@ -254,8 +254,7 @@ class Federation:
             self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
         self._end(success=result.success)
         if self.server.versions is not None and self.plan is not None and self.plan.turn is not None:
-            schedule = self.settings.schedule
-            known = self.in_flight.rounds
+            schedule, known = self.settings.schedule, {each.started for each in self.in_flight.sent.values()}
             known = {r for r in known if schedule is None or not schedule.is_too_late(r, self.round + 1)}
             self.server.versions.forget(known)
             result.figures.update(self.plan.turn.figures(self.round))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.states import OptimizerState, parameters_of
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.posterior import GaussianPosterior, at_least_float32
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior
 from lightning_fedbayes.modules.sources.curvature import SWAG, Laplace, Source, chosen_parameters
@@ -92,7 +92,7 @@ class LearnedPosterior(ABC):
         if not replaced:
             return {}
         return {
-            name: natural_prior(replaced.get(name) or self.prior_std(name), full(variance))
+            name: natural_prior(replaced.get(name) or self.prior_std(name), at_least_float32(variance))
             for name, variance in self.variances.items()
         }
 
@@ -242,7 +242,7 @@ class OptimizerPosterior(LearnedPosterior):
         """See :meth:`LearnedPosterior.shown`: with the precision of the global posterior."""
         shown = dict(state)
         for name, number in self._numbers.items():
-            shown[number] = {**state.get(number, {}), "precision": full(self.variances[name]).reciprocal()}
+            shown[number] = {**state.get(number, {}), "precision": at_least_float32(self.variances[name]).reciprocal()}
         return shown
 
     def measured(self, client: TrainedClient) -> Tensors:
@@ -288,7 +288,7 @@ class CurvaturePosterior(LearnedPosterior):
         return self._source.temperature if name in self.variances else 1.0
 
     def _prior_of(self, name: str, natural: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        return natural[name] if natural else natural_prior(self.prior_std(name), full(self.variances[name]))
+        return natural[name] if natural else natural_prior(self.prior_std(name), at_least_float32(self.variances[name]))
 
     def term(self, num_examples: int, priors: Priors | None) -> tuple[Tensors, Tensors]:
         """See :meth:`LearnedPosterior.term`."""
@@ -360,7 +360,7 @@ class PathPosterior(LearnedPosterior):
             return
         for number in self._numbers.values():
             p = parameters[number]
-            one = full(p.detach())
+            one = at_least_float32(p.detach())
             shape = (len(done), *[1] * (p.dim() - 1)) if len(done) > 1 else ()
             new = torch.tensor(counted if shape else counted[0], device=p.device).to(one).reshape(shape)
             state = optimizer.state[p]
@@ -397,11 +397,6 @@ KEPT = ("step", "momentum", "square", "signal", "noise")
 """State of IVON that a client keeps with its optimizer. The precision is the global posterior's."""
 MOMENTS = ("path_count", "path_mean", "path_squares")
 """Names of the moments in the state of an optimizer, each of the parameter's shape, as stacks need it."""
-
-
-def full(variance: Tensor) -> Tensor:
-    """Return a tensor like ``variance`` in at least single precision."""
-    return variance.to(torch.promote_types(variance.dtype, torch.float32))
 
 
 def learned_posterior(

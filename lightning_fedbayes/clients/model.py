@@ -4,16 +4,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from hashlib import sha256
+from typing import Any
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
-from lightning_fedbayes.clients.learned import LearnedPosterior, full, variance_of
+from lightning_fedbayes.clients.learned import LearnedPosterior, variance_of
 from lightning_fedbayes.clients.settings import BufferPolicy
 from lightning_fedbayes.clients.snapshot import write
 from lightning_fedbayes.core.errors import FederationError, listed, nearest, shown
-from lightning_fedbayes.core.posterior import GaussianPosterior
+from lightning_fedbayes.core.posterior import GaussianPosterior, at_least_float32
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.posterior_view import PosteriorView, gaussian_parameters
@@ -235,7 +236,7 @@ class ResidentModel:
     def anchor(self) -> Tensors:
         """Return the global values of the parameters that are federated, in at least single precision."""
         others = self._local_parameters.keys() | self.frozen.keys()
-        return {name: full(value) for name, value in self.global_parameters.items() if name not in others}
+        return {name: at_least_float32(value) for name, value in self.global_parameters.items() if name not in others}
 
     def read_posterior(self) -> GaussianPosterior:
         """Return the client's posterior: views of the module's parameters, valid until they change."""
@@ -262,13 +263,8 @@ class ResidentModel:
             live = dict(self.module.named_buffers())
             kept.update((name, live[name]) for name in self._kept_buffers)
         if self.variances:
-            kept |= self.as_kept({n: self.variances[n] for n in self._kept_parameters if n in self.variances})
+            kept |= {variance_of(n): self.variances[n] for n in self._kept_parameters if n in self.variances}
         return kept
-
-    @staticmethod
-    def as_kept(variances: Mapping[str, Tensor]) -> Tensors:
-        """Return variances by the names under which a client keeps them."""
-        return {variance_of(name): value for name, value in variances.items()}
 
     def _read_buffers(self, names: Sequence[str]) -> Tensors:
         live = dict(self.module.named_buffers()) if names else {}
@@ -298,6 +294,13 @@ def with_rest(posterior: GaussianPosterior, module: nn.Module, names: Collection
     mean = {**{name: now.mean[name] for name in names}, **posterior.mean}
     variance = {**{name: now.variance[name] for name in names}, **posterior.variance}
     return GaussianPosterior(mean, variance, posterior.linearised).ordered(order)
+
+
+def call_hook(module: object, name: str, *given: Any) -> None:
+    """Call the hook ``name`` of a user's module, if it has one, with what is ``given``."""
+    hook = getattr(module, name, None)
+    if hook is not None:
+        hook(*given)
 
 
 def bits(tensor: Tensor) -> tuple[int, int]:

@@ -48,8 +48,7 @@ class SequentialEngine(Engine):
         is_alone: bool = False,
         **options: Any,
     ) -> None:
-        log = TrainingLog(context.module, context.in_training_step)
-        super().__init__(context, model, loader, log, **options)
+        super().__init__(context, model, loader, TrainingLog(context.module, context.in_training_step), **options)
         self._client: Client | None = None
         self._failure: Exception | None = None
         self._losses, self._counts = list[Tensor](), list[int]()  # and the examples of each loss

@@ -196,8 +196,6 @@ class States:
             self.sample = next(filter(any, found), self._last or self.sample)
         self._new, self._last = {}, []
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Begin with empty states. Raise FederationError if the folder holds the clients of another run."""
         if self.store is not None:
@@ -274,11 +272,6 @@ class InFlight:
         """Change the new states of their clients."""
         for client, each in self.sent.items():
             self.sent[client] = each if each.state is None else each._replace(state=change(each.state))
-
-    @property
-    def rounds(self) -> set[int]:
-        """The rounds that they are about."""
-        return {each.started for each in self.sent.values()}
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return all messages, as tensors, numbers and text."""

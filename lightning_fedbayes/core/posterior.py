@@ -347,6 +347,11 @@ def is_zero(variance: Tensor) -> bool:
     return not any(variance.stride()) and variance.as_strided((), ()).item() == 0
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, in float32 if it has fewer bits: squares and logarithms of half floats are too coarse."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def is_random(variance: Tensor) -> bool:
     """Return True if ``variance`` is not all zero. It is read if need be."""
     return not is_zero(variance) and bool(variance.any())

@@ -68,8 +68,6 @@ class Store:
                 self.run = self._fact("run", "")
                 self.rounds = self._fact("rounds", 0)
 
-    # -- a run ---------------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Begin a new run. Raise FederationError if the folder holds another one."""
         if not self.writes:
@@ -121,8 +119,6 @@ class Store:
     @property
     def _marked(self) -> str:
         return " ".join(map(str, self._marks))
-
-    # -- states --------------------------------------------------------------------------------------------------------
 
     def get(self, client: int) -> dict[str, Any] | None:
         """Return the state of a client after the last finished round, or None if it has none."""
@@ -216,8 +212,6 @@ class Store:
     def __del__(self) -> None:
         if "_lock" in vars(self):  # a run that has ended early closes nothing, of which Python 3.13 warns
             self.close()
-
-    # -- the file ------------------------------------------------------------------------------------------------------
 
     @property
     def _open(self) -> sqlite3.Connection:

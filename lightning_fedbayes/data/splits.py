@@ -82,9 +82,7 @@ class DigitsDataModule(TensorDataModule):
     every digit has the same share in training and validation. Test and predict use the validation examples.
 
     Args:
-        batch_size: examples per batch.
-        validation_fraction: share of the examples that is held out.
-        seed: seed of the split.
+        batch_size, validation_fraction, seed: see :class:`TensorDataModule`.
         images: inputs as images with one channel instead of vectors.
 
     >>> digits = DigitsDataModule(batch_size=8)
@@ -123,10 +121,7 @@ class DiabetesDataModule(TensorDataModule):
     and standard deviation of the training split (``target_mean``, ``target_std``). Test and predict use the validation
     examples.
 
-    Args:
-        batch_size: examples per batch.
-        validation_fraction: share of the examples that is held out.
-        seed: seed of the split.
+    Arguments as of :class:`TensorDataModule`.
 
     >>> diabetes = DiabetesDataModule(batch_size=8)
     >>> diabetes.setup()

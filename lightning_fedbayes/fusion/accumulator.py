@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.core import posterior as gaussians
 from lightning_fedbayes.core.errors import FusionError, check_number, shown
 from lightning_fedbayes.core.exchange import Collective, shard_bounds, shards
-from lightning_fedbayes.core.posterior import (
-    PIECE,
-    Cuts,
-    GaussianPosterior,
-    check_posterior,
-    check_same_structure,
-    is_dense,
-    is_zero,
-    zeros_like,
-)
+from lightning_fedbayes.core.posterior import PIECE, Cuts, GaussianPosterior, is_dense, is_zero, zeros_like
 from lightning_fedbayes.fusion.registry import FuseFunction, get_rule, rule_name
 from lightning_fedbayes.fusion.rule import Cohort, Fused, FusionRule, RuleState, Statistics, SumRule
 
@@ -53,7 +45,7 @@ class FusionAccumulator:
             need = "the previous global posterior, which the clients started from: pass previous=..."
             raise FusionError(f"{rule_name(rule)} needs {need}")
         if previous is not None:
-            check_posterior(previous, "previous", error=FusionError)
+            gaussians.check_posterior(previous, "previous", error=FusionError)
             check_finite(previous, "previous posterior")
         self.rule = rule
         has_state = isinstance(rule, SumRule) and type(rule).advance is not SumRule.advance
@@ -275,8 +267,8 @@ def as_weights(weights: Any, who: str = "") -> Tensor:
 def check_structure(posterior: GaussianPosterior, like: GaussianPosterior, who: str) -> None:
     """Raise FusionError unless ``posterior`` is valid and has the names and shapes of ``like``."""
     if not _is_like(posterior, like):
-        check_posterior(posterior, who, error=FusionError)
-        check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
+        gaussians.check_posterior(posterior, who, error=FusionError)
+        gaussians.check_same_structure(like.mean, posterior.mean, "the global model", who, error=FusionError)
 
 
 def _is_like(posterior: Any, like: GaussianPosterior) -> bool:

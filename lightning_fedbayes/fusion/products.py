@@ -174,8 +174,7 @@ def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
     places, sizes = [], [value.numel() for value in like.mean.values()]
     for name, wrong, values in zip(like.mean, low.split(sizes), precision.split(sizes)):
         if bool(wrong.any()):
-            where = f"{int(wrong.sum())} of {len(wrong)} entries"
-            places.append(f"'{name}' at {where} (minimum {values.min():.3g})")
+            places.append(f"'{name}' at {int(wrong.sum())} of {len(wrong)} entries (minimum {values.min():.3g})")
     why = "clients are less certain there than the previous global posterior"
     remedy = "Pre-train it, use prior='global', or pass DistributedWeightConsolidation(min_precision=...)"
     return f"dwc: fused precision is not positive: {listed(places)}: {why}. {remedy}"

@@ -11,18 +11,9 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
 from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
+from lightning_fedbayes.fusion import gram as grams
 from lightning_fedbayes.fusion.averages import WeightedAverage
-from lightning_fedbayes.fusion.gram import (
-    Gram,
-    GramRule,
-    columns,
-    fused_by_shares,
-    gram_of,
-    median_distances,
-    points_of,
-    squared_distances_to,
-    weighted_sum,
-)
+from lightning_fedbayes.fusion.gram import Gram, GramRule, columns, fused_by_shares, gram_of, points_of, weighted_sum
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, Posteriors, RuleState
 
@@ -65,7 +56,7 @@ class GeometricMedian(GramRule):
         shares, scale = start(gram.squared_distances().sqrt(), weights)
         products, least = gram.products[:-1, :-1], self.tolerance * scale
         for _ in range(self.max_iterations if scale > 0 else 0):
-            distances = squared_distances_to(products, shares).sqrt()
+            distances = grams.squared_distances_to(products, shares).sqrt()
             pulls = weights / distances.clamp_min(self.smoothing * scale)
             before, shares = shares, pulls / pulls.sum()
             step = shares - before
@@ -285,7 +276,7 @@ class Preaggregation(CohortRule):
         means, parts = self.mix(gram)
         if isinstance(self.then, GramRule):
             both = torch.cat([means, torch.eye(means.shape[1], dtype=means.dtype)[-1:]])  # and the origin as it is
-            near = median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
+            near = grams.median_distances(Gram(both @ gram.products @ both.T, gram.size)).argmin()
             both = both - both[near]  # about the one in the middle: they may lie much closer than the clients do
             shares, reasons = self.then.infer_shares(Gram(both @ gram.products @ both.T, gram.size), cohort.weights)
             mean = weighted_sum(points_of(cohort.posteriors, cohort.previous), shares @ means)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
+from lightning_fedbayes.core.posterior import at_least_float32
+
 Estimator = Literal["reparameterization", "local_reparameterization", "flipout"]
 """Method by which a layer turns Gaussian weights into a random output whose gradient is unbiased."""
 
@@ -205,8 +207,8 @@ class RowTally(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the output as it is, and the sums of squares."""
         (gradient,), (x,) = gradients, ctx.saved_tensors
-        squares = in_single_precision(gradient).square()
-        of_weight = squares.mT @ in_single_precision(x).square() if ctx.has_weight else None
+        squares = at_least_float32(gradient).square()
+        of_weight = squares.mT @ at_least_float32(x).square() if ctx.has_weight else None
         return gradient, None, of_weight, squares.sum(-2) if ctx.has_bias else None
 
 
@@ -228,7 +230,7 @@ class _SquareTally(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (x, weight), dims = gradients, ctx.saved_tensors, ctx.dims
-        each = in_single_precision(gradient)
+        each = at_least_float32(gradient)
         if gradient.dim() == 1 + dims:
             x, each = x.unsqueeze(0), each.unsqueeze(0)
         of_weight = None if weight is None else weight_squares(ctx.op, x.to(weight), each.to(weight), weight)
@@ -252,8 +254,3 @@ def weight_squares(op: Op, x: Tensor, gradient: Tensor, weight: Tensor) -> Tenso
         return backward(slope.unsqueeze(0))[0]
 
     return torch.func.vmap(of_one)(x, gradient).square().sum(0)
-
-
-def in_single_precision(tensor: Tensor) -> Tensor:
-    """Return half precision in single precision, so that squares do not vanish. Other tensors as they are."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

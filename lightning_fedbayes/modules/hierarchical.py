@@ -228,8 +228,7 @@ class HierarchicalLinearRegression:
         needed = max(int(torch.linalg.matrix_rank(within, hermitian=True).sum()), len(gram))
         if data.num_examples <= needed:
             what = f"{data.num_examples} examples determine {needed} coefficients and leave none for the noise"
-            remedy = "give clients more examples, or take columns out of random"
-            raise FedBayesError(f"{what}: {remedy}")
+            raise FedBayesError(f"{what}: give clients more examples, or take columns out of random")
         _, noise, _, _ = data.estimate(torch.zeros(len(random), len(random), dtype=torch.float64))
         if not noise > EXACT * data.square / data.num_examples:
             remedy = "leave out columns, or standardise targets with a large mean"

@@ -88,8 +88,7 @@ class LinearStatistics:
             return NotImplemented
         if self.moment.shape != other.moment.shape:
             what = f"statistics of {tuple(self.moment.shape)} and of {tuple(other.moment.shape)} columns and targets"
-            remedy = "add statistics of the same"
-            raise FedBayesError(f"{what}: {remedy}")
+            raise FedBayesError(f"{what}: add statistics of the same")
         if self.num_examples + sign * other.num_examples < 0:
             remedy = "subtract what was added"
             raise FedBayesError(f"{other.num_examples} of {self.num_examples} examples cannot be taken out: {remedy}")

@@ -159,8 +159,7 @@ class PosteriorPredictive(ScoredModule):
 
     def _vectorized_if_possible(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call a function. If the network does not vectorise, now and from then on with ``vectorized=False``."""
-        network = type(self.network).__name__
-        with raised_as(FedBayesError, f"{network} cannot predict this batch", REMEDY):
+        with raised_as(FedBayesError, f"{type(self.network).__name__} cannot predict this batch", REMEDY):
             if not self._one_by_one:
                 try:
                     return function(*arguments, **options)

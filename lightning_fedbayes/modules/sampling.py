@@ -10,15 +10,10 @@ import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
 from torch import Tensor, nn
 
+from lightning_fedbayes.core import posterior as gaussians
 from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
-from lightning_fedbayes.core.posterior import (
-    GaussianPosterior,
-    check_posterior,
-    check_same_structure,
-    check_tensor,
-    is_random,
-)
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, check_tensor, is_random
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.affine import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
@@ -59,7 +54,7 @@ def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
         raise FedBayesError("there are no clients to draw: give their posteriors, at least one")
     for number, client in enumerate(clients):
         check_posterior(client, f"client {number}")
-        check_same_structure(clients[0].mean, client.mean, "client 0", f"client {number}")
+        gaussians.check_same_structure(clients[0].mean, client.mean, "client 0", f"client {number}")
     parts = [client.sample() for client in clients]
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 

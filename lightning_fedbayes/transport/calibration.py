@@ -61,8 +61,7 @@ def find_temperature(scaling: FederatedTemperature, ask: Ask) -> None:
     """Find T by exchanges, over again without clients that fail. Raise FederationError if none answers."""
     search, clients = calibration.TemperatureSearch(max_influence=scaling.max_influence), None
     while not search.done:
-        request = request_of(scaling, search.temperature)
-        answers = ask(request, clients, "temperature")
+        answers = ask(request_of(scaling, search.temperature), clients, "temperature")
         messages = usable(answers, lambda message: message.read(calibration.TemperatureMessage))
         if clients is not None and messages.keys() != clients:
             search = calibration.TemperatureSearch(search.temperature, search.max_influence, exchanges=search.exchanges)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fedbayes.callbacks.example_privacy import ExamplePrivacy
 from lightning_fedbayes.callbacks.trainer import damage
-from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.model import ResidentModel, call_hook, frozen_names
 from lightning_fedbayes.clients.privacy import UpdatePrivacy
 from lightning_fedbayes.clients.privacy.accountant import check_steps, epsilon_spent
 from lightning_fedbayes.clients.settings import BufferPolicy
@@ -27,7 +27,6 @@ from lightning_fedbayes.methods.method import split
 from lightning_fedbayes.server.plan import STRIDE
 from lightning_fedbayes.server.server import check_state
 from lightning_fedbayes.transport.schedules import Steps
-from lightning_fedbayes.transport.training import call_round_end
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def load_checkpoint(
     rest = frozen_names(module) - posterior.mean.keys()
     model = ResidentModel(module, local_parameters, buffers, frozen=rest)
     model.load_posterior(posterior, split(state.best["buffers"] if best else state.buffers)[0])
-    call_round_end(module, model.whole(posterior))
+    call_hook(module, "on_round_end", model.whole(posterior), [])
     return state
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, check_schedulers, check_trainer
 from lightning_fedbayes.clients.learned import LearnedPosterior
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
-from lightning_fedbayes.clients.model import ResidentModel, frozen_names
+from lightning_fedbayes.clients.model import ResidentModel, call_hook, frozen_names
 from lightning_fedbayes.clients.sequential import SequentialEngine
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core import errors, seeding
@@ -152,7 +152,7 @@ class ClientTraining(TrainsClients):
             own = GaussianPosterior.from_state_dict(kept["own"]) if kept.get("own") else task.posterior
             model.load_client(kept["local"])
             model.view.load(own)
-            call_round_end(module, model.whole(own))
+            call_hook(module, "on_round_end", model.whole(own), [])
             personal = self._validate(trainer, module, datamodule, task)
             found |= {f"personal/{name}": value for name, value in personal.items()}
         return found, count
@@ -172,7 +172,7 @@ class ClientTraining(TrainsClients):
         """Load the global model of ``task`` into ``module``, as after its round."""
         self._reset(module)
         model = self._load(module, task)
-        call_round_end(module, model.whole(task.posterior))
+        call_hook(module, "on_round_end", model.whole(task.posterior), [])
         return model
 
     def check_frozen(self, module: L.LightningModule, task: Task) -> None:
@@ -237,9 +237,7 @@ class ClientTraining(TrainsClients):
         tensors = {name: value.to(pl_module.device) for name, value in split(task.buffers)[1].items()}
         self._engine.begin_method(Shared(task.posterior.to(pl_module.device), tensors, task.share, not task.begun))
         self._loop.install(self._engine, self._begin_batch, self._end_batch)
-        start = getattr(pl_module, "on_federation_start", None)
-        if start is not None:
-            start()
+        call_hook(pl_module, "on_federation_start")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give the round its length."""
@@ -269,21 +267,3 @@ class ClientTraining(TrainsClients):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what the module has logged of its training."""
         self._engine.log.end_round()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give the Trainer and the module back as they were."""
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the Trainer and the module back as they were."""
-        if stage == "fit" and self._loop is not None:
-            self._loop.restore()
-        if stage == "fit" and self._engine is not None:
-            self._engine.restore_priors()
-
-
-def call_round_end(module: L.LightningModule, posterior: GaussianPosterior) -> None:
-    """Tell a module with the hook ``on_round_end`` which posterior it holds."""
-    hook = getattr(module, "on_round_end", None)
-    if hook is not None:
-        hook(posterior, [])

@@ -84,17 +84,6 @@ def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Ge
     check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
     if generator is not None and kind == "lac":
         raise FedBayesError("kind='lac' has nothing to draw: leave the generator out, or give kind='aps'")
-    probs = check_probs(probs)
-    if kind == "lac":
-        return (1 - probs).clamp(0, 1)
-    ordered, order = probs.sort(stable=True, dim=1, descending=True)
-    share = torch.ones(len(probs), 1) if generator is None else torch.rand(len(probs), 1, generator=generator)
-    scores = ordered.cumsum(1) - (1 - share.to(ordered)) * ordered
-    return torch.empty_like(scores).scatter_(1, order, scores).clamp(0, 1)
-
-
-def check_probs(probs: Tensor) -> Tensor:
-    """Return probabilities in float64. Raise FedBayesError unless they are of shape (batch, classes) and sum to 1."""
     check_numbers(probs=probs)
     if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
         found = f"probs are of shape {tuple(probs.shape)} and {probs.dtype}"
@@ -102,7 +91,12 @@ def check_probs(probs: Tensor) -> Tensor:
     probs = probs.detach().double()
     if not bool(((probs >= 0).all(1) & ((probs.sum(1) - 1).abs() <= TOLERANCE)).all()):
         raise FedBayesError("probs are no probabilities: each row is at least 0 and sums to 1; give logits.softmax(-1)")
-    return probs
+    if kind == "lac":
+        return (1 - probs).clamp(0, 1)
+    ordered, order = probs.sort(stable=True, dim=1, descending=True)
+    share = torch.ones(len(probs), 1) if generator is None else torch.rand(len(probs), 1, generator=generator)
+    scores = ordered.cumsum(1) - (1 - share.to(ordered)) * ordered
+    return torch.empty_like(scores).scatter_(1, order, scores).clamp(0, 1)
 
 
 def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:

@@ -41,11 +41,21 @@ class TrainsClients(L.Callback):
     """A callback by which a Trainer trains clients: ``settings`` of the federation, ``engine`` of the present fit."""
 
     settings: FederationSettings
+    _loop: "FitLoop | None" = None
 
     @property
     def engine(self) -> Engine:
         """The engine, once training has begun."""
         raise NotImplementedError
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the Trainer and the module back as they were."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the Trainer and the module back as they were."""
+        if stage == "fit" and self._loop is not None:
+            self._loop.restore()
 
 
 class FitLoop:
@@ -344,6 +354,7 @@ class FitLoop:
         if self._engine is not None:
             self._engine.close()
             self._engine.log.remove()
+            self._engine.restore_priors()
 
 
 def course_of(trainer: L.Trainer) -> Course | None:

@@ -202,7 +202,8 @@ def mse_loss(
     if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
         return None
     with private_torch.outside_vmap():
-        loss = mean_squared_error(x, y)
+        errors = (x - y).reshape(len(x), -1)
+        loss = (errors * errors).mean(1)
     return private_torch.to_client_view(loss, mode.level)
 
 
@@ -352,12 +353,6 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     counts = labels != ignored
     losses, _ = CrossEntropy.apply(logits, labels.where(counts, 0))  # pyright: ignore[reportGeneralTypeIssues]
     return losses.where(counts, 0.0).sum(1) / counts.sum(1)
-
-
-def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return each client's mean squared error, shape (clients,), of two tensors of shape (clients, \\*)."""
-    errors = (outputs - targets).reshape(len(outputs), -1)
-    return (errors * errors).mean(1)
 
 
 ClientOperations.replacements = {

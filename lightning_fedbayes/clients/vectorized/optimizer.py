@@ -11,15 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients import states as client_states
 from lightning_fedbayes.clients.learned import MOMENTS
-from lightning_fedbayes.clients.states import (
-    OptimizerState,
-    copied,
-    has_own_state,
-    options_of,
-    parameters_of,
-    with_counts,
-)
+from lightning_fedbayes.clients.states import OptimizerState, copied, has_own_state, options_of, parameters_of
 from lightning_fedbayes.clients.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.modules.sources.ivon import IVON
@@ -68,7 +62,7 @@ class StackedOptimizer:
         self._kinds: list[int] = []
         self._shared: list[dict[int, OptimizerState]] = []  # kind → steps taken → state that is not stacked
         for slot, state in enumerate(states):
-            self._kinds.append(self._sort(slot, with_counts(optimizer, state)))
+            self._kinds.append(self._sort(slot, client_states.with_counts(optimizer, state)))
         self._selected: Slots = range(0)
         self._steps = 0
 

@@ -251,8 +251,7 @@ CAUSES = (
 
 def explain(error: Exception) -> str:
     """Return in one line what a stack of clients cannot run, in which layer or metric, and where."""
-    first = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-    text = first
+    text = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
     for pattern, cause in reversed(CAUSES):
         match = re.search(pattern, str(error))
         if match:

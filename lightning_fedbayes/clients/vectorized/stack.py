@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedbayes.clients.context import TrainingContext
+from lightning_fedbayes.clients.learned import variance_of
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.problems import LocalPriors, Measured, Pull, price_weight
 from lightning_fedbayes.clients.snapshot import Snapshot, write
@@ -230,7 +231,7 @@ class ClientStack:
                 for slot in range(count)
             ]
             learned.variances.update({name: torch.stack([one[name] for one in each]) for name in learned.variances})
-            self._variances = self.model.as_kept(learned.variances)
+            self._variances = {variance_of(name): value for name, value in learned.variances.items()}
         with self.step.swap.using(everything):
             stacked = self.model.read_posterior()
         self.model.variances.update(self.model.global_variances)

@@ -186,8 +186,7 @@ class StackedStep:
     ) -> tuple[list[Tensor], Assemble]:
         """Call ``training_step`` on one client's views. Returns its results, and how to use their stacks."""
         held = {**attributes, **self._marks}
-        noting = self.log.noting()
-        with with_attributes(self.module, held), self.swap.using(views), noting, operations:
+        with with_attributes(self.module, held), self.swap.using(views), self.log.noting(), operations:
             output = self.module.training_step(*((batch, batch_idx) if self._takes_index else (batch,)))
             for name in views.keys() - {*buffers}:
                 if self.swap[name] is not views[name]:

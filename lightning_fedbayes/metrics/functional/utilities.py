@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.posterior import at_least_float32, check_tensor
 
 
 def check_numbers(**tensors: Tensor) -> None:
@@ -70,11 +70,6 @@ def check_not_nan(**tensors: Tensor) -> None:
         if bool(tensor.isnan().any()):
             where = f"{int(tensor.isnan().sum())} of {tensor.numel()} entries"
             raise FedBayesError(f"{name} is NaN at {where}: correct these predictions, or leave the examples out")
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, in float32 if it has fewer bits: entropies and logarithms of half floats are too coarse."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:

@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_choice, check_kind, check_number, shown
-from lightning_fedbayes.modules.head.fit import (
-    HeadFit,
-    HeadSlopes,
-    design_of,
-    first_fit,
-    gaussian_fit,
-    mixed_sums,
-    next_fit,
-    personal_softmax,
-)
+from lightning_fedbayes.modules.head import fit as fits
+from lightning_fedbayes.modules.head.fit import HeadFit, HeadSlopes, design_of
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.modules.sources.curvature import draws_of_outputs
 from lightning_fedbayes.modules.sources.curvature.systems import DENSE
@@ -177,10 +169,10 @@ class BayesianHead:
         if not own.num_examples:
             return fit
         if self.likelihood != "softmax":
-            sums = mixed_sums(fit.sums, own, weight)  # at the noise and the prior of the federation's
-            return gaussian_fit(sums, fit.likelihood, fit.prior_precision, fit.noise)
+            sums = fits.mixed_sums(fit.sums, own, weight)  # at the noise and the prior of the federation's
+            return fits.gaussian_fit(sums, fit.likelihood, fit.prior_precision, fit.noise)
         is_variational = self.inference == "variational"
-        return personal_softmax(fit, own, lambda at: self.slopes(at, features, targets), weight, is_variational)
+        return fits.personal_softmax(fit, own, lambda at: self.slopes(at, features, targets), weight, is_variational)
 
     def fit(self, sums: LinearStatistics | Iterable[LinearStatistics]) -> HeadFit:
         """Return the fit of all clients' sums. A softmax is not done yet. Raise FedBayesError if all targets are 0."""
@@ -190,7 +182,7 @@ class BayesianHead:
             what = f"sums of {sums.num_examples} examples with moment {tuple(sums.moment.shape)}"
             remedy = f"give sums of at least one example and {self.outputs} outputs, as BayesianHead.sums returns"
             raise FedBayesError(f"{what}: {remedy}")
-        return first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
+        return fits.first_fit(sums, self.likelihood, self.prior_std, self.takes_pairs(len(sums.gram)))
 
     def step(self, fit: HeadFit, slopes: HeadSlopes | Iterable[HeadSlopes]) -> HeadFit:
         """Return the fit after an exchange of all clients' slopes. Raise FedBayesError if that cannot be."""
@@ -202,7 +194,7 @@ class BayesianHead:
             given = f"slopes of {found.num_examples} examples, {tuple(found.slope.shape)}"
             fitted = f"{fit.sums.num_examples} examples, {tuple(fit.weights.shape)}"
             raise FedBayesError(f"{given}: the fit is of {fitted}; all clients of the sums have to answer")
-        return next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
+        return fits.next_fit(fit, found, self.prior_std, self.inference == "variational", self.exchanges)
 
     def fit_clients(self, clients: Sequence[tuple[Tensor, Tensor]]) -> HeadFit:
         """Return the fit of clients in this process, pairs of features and targets, after all exchanges."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.core.posterior import at_least_float32
+
 WIDTH = 0.1
 """First standard deviation relative to the root mean square of a parameter's values. Of zeros its own square."""
 START = 30
@@ -117,7 +119,7 @@ def _mode(signal: Tensor, noise: Tensor) -> Tensor:
 
 def first_state(parameter: Tensor, group: State, num_examples: int) -> dict[str, Tensor]:
     """Return the state with which a parameter of ``group`` begins, for n examples."""
-    like = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+    like = at_least_float32(parameter.detach())
     scale = num_examples / group["temperature"]
     curvature = first_curvature(parameter, group, scale)
     state = {

@@ -108,10 +108,6 @@ class FusionStrategy(Rounds, Strategy):
     lightning_fedbayes.core.errors.FusionError: unknown fusion rule 'weighted_averge': did you mean ...
     """
 
-    _roster: Roster
-    _asked: dict[int, int]
-    _scoring: dict[int, int]
-
     def __init__(
         self,
         fusion: Fusion = "reverse_kl_barycenter",
@@ -132,7 +128,7 @@ class FusionStrategy(Rounds, Strategy):
         if monitor is not None and not self.evaluate:
             raise FederationError(f"monitor='{monitor}' with evaluate=False: nothing is scored; give evaluate=True")
         self.schedule = schedule
-        self._roster, self._asked, self._scoring = Roster(), {}, {}
+        self._roster, self._asked, self._scoring = Roster(), dict[int, int](), dict[int, int]()
         self._train = ConfigRecord()
         self._course: Course | None = None
 
@@ -315,8 +311,7 @@ class FusionStrategy(Rounds, Strategy):
             request: dict[str, Any], clients: set[int] | None, kind: Kind
         ) -> dict[int, ClientMessage | FedBayesError]:
             nodes = {n: c for c, n in self._roster.nodes.items() if clients is None or c in clients}
-            action = f"{MessageType.QUERY}.calibrate"
-            questions = self._messages(action, rounds, arrays, ConfigRecord(request), nodes)
+            questions = self._messages(f"{MessageType.QUERY}.calibrate", rounds, arrays, ConfigRecord(request), nodes)
             return read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind, rounds)
 
         return ask
@@ -370,14 +365,12 @@ class FusionStrategy(Rounds, Strategy):
         questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
         for question in questions if told else ():
             question.content[once.TOLD] = wire.record_of(told or {})
-        replies = grid.send_and_receive(questions, timeout=self._timeout)
-        return read_all(replies, nodes, once.kind_of(method), 1)
+        return read_all(grid.send_and_receive(questions, timeout=self._timeout), nodes, once.kind_of(method), 1)
 
     def _scaled(self, server: Server, grid: Grid, arrays: ArrayRecord, rounds: int) -> ArrayRecord:
         """Return the global ``arrays`` with the scale of the clients' data. Ask for it, and for steps, where needed."""
         self.count(rounds, partial(self._ask_once, grid, arrays, once.COUNTING))
-        asking = partial(self._ask_once, grid, arrays, once.SCALING)
-        server.buffers = once.with_scale(server.buffers, asking)
+        server.buffers = once.with_scale(server.buffers, partial(self._ask_once, grid, arrays, once.SCALING))
         return wire.to_arrays(server.posterior, server.buffers)
 
     def configure_evaluate(

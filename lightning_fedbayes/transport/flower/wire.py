@@ -60,8 +60,7 @@ def records_of(message: Message) -> RecordDict:
 
 def message_in(reply: flwr.app.Message, client: int | None, kind: Kind, server_round: int) -> Message:
     """Return the message in a client's reply. Raise FusionError as ``transport.messages.read_message`` does."""
-    node = reply.metadata.src_node_id
-    who = f"node {node}" if client is None else f"client {client}"
+    who = f"node {reply.metadata.src_node_id}" if client is None else f"client {client}"
     if reply.has_error():
         raise FusionError(f"{who} failed: {reply.error.reason}")
     header, arrays, metrics = (reply.content.get(name) for name in ("config", "arrays", "metrics"))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FederationError, check_at_least, check_kind, check_number, raised_as
-from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
+from lightning_fedbayes.core.posterior import GaussianPosterior, at_least_float32, zeros_like
 from lightning_fedbayes.layers import evaluation_mode
 from lightning_fedbayes.layers.scaler import UNITS
 from lightning_fedbayes.modules.sources.curvature.diagonal import BATCHES, Laplace, check_shapes, matching
@@ -252,7 +252,7 @@ def _check_finite(whose: str, site: KroneckerSite) -> None:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    rows = at_least_float32(rows)
     return (rows.T @ rows).double()
 
 
@@ -310,8 +310,7 @@ class KroneckerPosterior:
                 sets[name] = sets[name].clone()
             for draw in range(draws):
                 pushed = sum((b @ noise() @ a for a, b in roots), prior**0.5 * noise())
-                moved = self.systems[layer].solve(pushed)
-                for name, value in split(moved, layer, self.mean).items():
+                for name, value in split(self.systems[layer].solve(pushed), layer, self.mean).items():
                     sets[name][draw] += value
         return sets
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.core.batches import number_of_examples, output_of
 from lightning_fedbayes.core.errors import FedBayesError
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_random
+from lightning_fedbayes.core.posterior import GaussianPosterior, at_least_float32, is_random
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.modules.sources.curvature.diagonal import ENTRIES, output_of_one, rows
@@ -107,7 +107,7 @@ def draws_of_outputs(mean: Tensor, covariance: Tensor, draws: int) -> Tensor:
     if wrong:
         those = f"the linearised outputs of {wrong} of {len(covariance)} examples"
         raise FedBayesError(f"{those} have no finite covariance: look for NaN in their inputs, or leave them out")
-    values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
+    values, vectors = torch.linalg.eigh(at_least_float32(covariance))
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric, so continuous in C
     seed = int(torch.randint(2**31, ()))
     uniform = torch.quasirandom.SobolEngine(root.shape[-1], scramble=True, seed=seed).draw(draws, dtype=torch.float64)
