@@ -189,7 +189,7 @@ class FederationReport:
             remedy = "Take a smaller learning rate or fewer local epochs"
             rank_zero_info(f"Round {result.round + 1}: {who}: {why}. {remedy}")
         self._diverged = []
-        if result.success and self._unheld and not KLWatch.seen:
+        if self._unheld and not KLWatch.seen and result.success:
             gaussian = f"but {self._unheld[0]} and {len(self._unheld) - 1} others are Gaussian"
             remedy = "add fb.kl_divergence(self) / n, the client's number of examples, or train fb.with_kl(module)"
             rank_zero_info(f"No KL divergence has been computed while the clients trained, {gaussian}: {remedy}")

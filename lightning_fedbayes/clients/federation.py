@@ -252,7 +252,7 @@ class Federation:
             for client in result.aggregate.refused:
                 self.engine.forget(client)
             self._load(result.aggregate, result.notes, getattr(self.engine.model.module, "on_round_end", None))
-        self._end(success=result.success)
+        self._end(success=result.aggregate is not None)
         if self.server.versions is not None and self.plan is not None and self.plan.turn is not None:
             schedule, known = self.settings.schedule, {each.started for each in self.in_flight.sent.values()}
             known = {r for r in known if schedule is None or not schedule.is_too_late(r, self.round + 1)}
