@@ -17,11 +17,7 @@ from lightning_fedbayes.methods import FedProx
 from tests.clients.vectorized.modules import Convolutional, Logging, PerClient, SkipsShort, images
 from tests.federations import CLASSES, FEATURES, Made, Plain, blobs, federate, loader, network, of_bayesian_torch
 
-PARTITIONS = [
-    fb.IIDPartition(4),
-    fb.DirichletPartition(5, alpha=0.5),
-    fb.SizesPartition((1, 7, 30, 8, 44)),
-]
+PARTITIONS = [fb.IIDPartition(4), fb.DirichletPartition(5, alpha=0.5), fb.SizesPartition((1, 7, 30, 8, 44))]
 
 
 def both(make, partition, rounds: int = 2, train=None, options=None, stack="vectorized", **settings):
