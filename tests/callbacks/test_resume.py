@@ -204,14 +204,6 @@ def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
             assert_equal(checkpoint["state_dict"], starts[round])
 
 
-def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
-    module, _, made = run(tmp_path, "plain")
-    made.save_checkpoint(tmp_path / "after.ckpt")
-    checkpoint = torch.load(tmp_path / "after.ckpt", weights_only=False)
-    assert checkpoint["epoch"] == ROUNDS
-    assert_equal(checkpoint["state_dict"], dict(module.state_dict()))
-
-
 @pytest.mark.slow
 def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     def module():
