@@ -86,7 +86,7 @@ def _trainers_take_the_gpu(monkeypatch):
 def test_a_crash_inside_a_round_changes_nothing(tmp_path, setting, engine):
     """So a second run gives the same bits as well."""
     whole = test_resume.state(*test_resume.run(tmp_path / "whole", setting, engine=engine))
-    interrupt = test_resume.Interrupt(2, 2, test_resume.crash)
+    interrupt = test_resume.Interrupt(2, 2)
     with pytest.raises(test_resume.Crash):
         test_resume.run(tmp_path / "parts", setting, callbacks=[interrupt], engine=engine)
     assert_equal(whole, test_resume.state(*test_resume.run(tmp_path / "parts", setting, "last", engine=engine)))

@@ -18,7 +18,7 @@ from benchmarks.untrusted.adversaries import ALittleIsEnough, Attacks, GaussianV
 from lightning_fedbayes.clients.vectorized import engine
 from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.core.store import FILE, Store
-from lightning_fedbayes.fusion import Reliability
+from lightning_fedbayes.fusion import AutoFusion, Reliability
 from lightning_fedbayes.methods import Averaging
 from tests import federations
 from tests.federations import CLASSES, Crash, Interrupt, Plain, assert_equal, federate, loader, network, saving
@@ -65,13 +65,18 @@ SETTINGS = {
     "ivon": {"fusion": "sites", "keep": ["posterior"]},
     "laplace": {"fusion": "sites", "posterior": fb.Laplace()},
     "swag": {"posterior": fb.SWAG(), "local_epochs": 2},
+    "plateau": {},
+    "best of several": {"fusion": AutoFusion(["ivar_vb", "linear_pool"])},
+    "exact head": {"fraction": 1.0, "engine": "sequential"},
 }
 MODULES = {
     "ivon": lambda: Plain(network(batch_norm=True), optimizer=fb.IVON),
     "laplace": lambda: Plain(network(batch_norm=True)),
     "swag": lambda: Plain(network(batch_norm=True)),
+    "plateau": OnPlateau,
+    "exact head": lambda: fb.HeadModule(nn.Identity(), fb.BayesianHead(CLASSES), federations.FEATURES),
 }
-"""Networks without Bayesian layers, whose posterior has another source; all others are :class:`Everything`."""
+"""Modules of settings that are not for :class:`Everything`."""
 ENGINES = ["sequential", "vectorized"]
 
 
@@ -82,7 +87,8 @@ def _one_step_per_batch(monkeypatch):
 
 
 def federation(setting: str, engine: str = "vectorized") -> fb.FederatedBayes:
-    return fb.FederatedBayes(fb.SizesPartition(SIZES), fraction=0.6, seed=3, engine=engine, **SETTINGS[setting])
+    options = {"fraction": 0.6, "engine": engine, **SETTINGS[setting]}
+    return fb.FederatedBayes(fb.SizesPartition(SIZES), seed=3, **options)
 
 
 def kill() -> None:
@@ -114,9 +120,9 @@ def killed(module: str, calls: dict[str, str], folder: Path) -> Path:
     return folder
 
 
-def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), make=None, engine="vectorized", **checkpoint):
+def run(folder: Path, setting: str, ckpt_path=None, callbacks=(), engine="vectorized", **checkpoint):
     """Fit with checkpoints in ``folder``; the module, its federation and the trainer."""
-    module, fed = (make or MODULES.get(setting, Everything))(), federation(setting, engine)
+    module, fed = MODULES.get(setting, Everything)(), federation(setting, engine)
     options = saving(folder, *callbacks, **checkpoint)
     made = federate(module, fed, ROUNDS, loader(), loader(shuffle=False), ckpt_path, **options)
     return module, fed, made
@@ -164,17 +170,6 @@ def test_a_checkpoint_of_one_engine_resumes_with_the_other(tmp_path, engine):
 
 
 @pytest.mark.slow
-def test_a_plateau_schedule_resumes_bit_by_bit(tmp_path):
-    whole = run(tmp_path / "whole", "plain", make=OnPlateau)
-    assert whole[2].optimizers[0].param_groups[0]["lr"] < 0.05
-    with pytest.raises(Crash):
-        run(tmp_path / "parts", "plain", make=OnPlateau, callbacks=[Interrupt(2, 2)])
-    resumed = run(tmp_path / "parts", "plain", ckpt_path="last", make=OnPlateau)
-    assert resumed[2].optimizers[0].param_groups[0]["lr"] == whole[2].optimizers[0].param_groups[0]["lr"]
-    assert_equal(state(*whole), state(*resumed))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "round", "checkpoint"),
     [
@@ -209,14 +204,6 @@ def test_a_checkpoint_never_holds_one_clients_model(tmp_path, options):
             assert_equal(checkpoint["state_dict"], starts[round])
 
 
-def test_a_checkpoint_after_the_fit_is_that_of_the_last_round(tmp_path):
-    module, _, made = run(tmp_path, "plain")
-    made.save_checkpoint(tmp_path / "after.ckpt")
-    checkpoint = torch.load(tmp_path / "after.ckpt", weights_only=False)
-    assert checkpoint["epoch"] == ROUNDS
-    assert_equal(checkpoint["state_dict"], dict(module.state_dict()))
-
-
 @pytest.mark.slow
 def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     def module():
@@ -231,24 +218,6 @@ def test_more_rounds_on_the_same_trainer_equal_all_rounds_at_once(tmp_path):
     made.fit(parts, loader())
     assert_equal(dict(whole.state_dict()), dict(parts.state_dict()))
     assert [row["round"] for row in fed.history] == [1, 2, 3, 4]
-
-
-KILLED = ["everything kept", *MODULES]
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """What killed processes have left, by the name of the setting."""
-    call = "engine.STEPS_PER_BATCH = 1; run(folder, NAME, callbacks=[Interrupt(3, 5, kill)])"
-    calls = {name: call.replace("NAME", repr(name)) for name in KILLED}
-    return killed("tests.callbacks.test_resume", calls, tmp_path_factory.mktemp("parts"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", KILLED)
-def test_a_killed_process_resumes_bit_by_bit(tmp_path, parts, setting):
-    resumed = state(*run(parts / setting, setting, ckpt_path="last"))
-    assert_equal(state(*run(tmp_path / "whole", setting)), resumed)
 
 
 @pytest.mark.parametrize(

@@ -71,17 +71,6 @@ def test_states_of_all_candidates_are_kept():
     assert 1.0 < icov < 2.0
 
 
-@pytest.mark.slow
-def test_resumed_run_chooses_the_same(tmp_path):
-    rules = ["ivar_vb", "linear_pool"]
-    whole, model, _ = choosing(rules, rounds=4)
-    choosing(rules, rounds=2)[2].save_checkpoint(tmp_path / "half.ckpt")
-    again, resumed = bayesian(), fb.FederatedBayes(fb.IIDPartition(4), fusion=AutoFusion(rules), seed=3)
-    federate(again, resumed, 4, val=validation(), ckpt_path=tmp_path / "half.ckpt")
-    assert_equal(parameters(again), parameters(model))
-    assert [losses(figures) for figures in resumed.history] == [losses(figures) for figures in whole.history]
-
-
 def test_candidates_are_scored_by_the_predictions_they_would_make():
     """A module that predicts with draws from the global posterior: each candidate's own, not the last round's."""
     module = fb.HybridBayesianClassifier(network(), predictive="omc", samples=50, learning_rate=0.1)

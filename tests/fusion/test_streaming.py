@@ -108,16 +108,8 @@ def test_merging_leaves_the_other_sums_alone(rule):
 
 
 @pytest.mark.parametrize("rule", ["linear_pool", "gaussian_fit"])
-def test_disagreement_does_not_cancel_beside_large_means(rule):
-    """Means of 10⁶ whose spread is 10⁻³: E[μ²] − E[μ]² would keep no digit of it."""
-    means = 1e6 + 1e-3 * np.random.default_rng(0).normal(size=(50, 200))
-    fused = fuse(rule, [GaussianPosterior.point_mass({"w": torch.tensor(row)}) for row in means])
-    np.testing.assert_allclose(fused.mean["w"].numpy(), means.mean(0), rtol=1e-14)
-    np.testing.assert_allclose(fused.variance["w"].numpy(), means.var(0), rtol=1e-5)
-
-
-@pytest.mark.parametrize("rule", ["linear_pool", "gaussian_fit"])
 def test_disagreement_of_merged_groups_does_not_cancel(rule):
+    """Means of 10⁶ whose spread is 10⁻³: E[μ²] − E[μ]² would keep no digit of it."""
     summing = get_rule(rule)
     assert isinstance(summing, SumRule)
     means = 1e6 + 1e-3 * np.random.default_rng(1).normal(size=(12, 50))

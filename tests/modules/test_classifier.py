@@ -38,16 +38,6 @@ def test_fields_of_a_prediction():
     assert (prediction.epistemic > 0).all()
 
 
-def test_a_deterministic_network_has_no_epistemic_uncertainty():
-    network = mlp(6, 3, (5,))
-    model = HybridBayesianClassifier(network, bayesian_last=0)
-    x = torch.randn(8, 6)
-    prediction = model.predict_step(x)
-    assert torch.equal(prediction.kwon_epistemic, torch.zeros(8))
-    assert torch.allclose(prediction.epistemic, torch.zeros(8), atol=1e-6)
-    assert torch.allclose(prediction.probs, network(x).softmax(1))
-
-
 def test_the_mean_predictive_averages_probabilities_and_not_logits():
     model = bayesian(samples=5)
     x = torch.randn(8, 6)

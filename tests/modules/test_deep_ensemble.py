@@ -11,6 +11,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes import FedBayesError
 from lightning_fedbayes.modules import DeepEnsembleRegressor, mlp
 from lightning_fedbayes.modules.deep_ensemble import mean_and_variance
+from tests.clients.vectorized.test_parity import assert_same, both
 from tests.federations import trainer
 
 FEATURES, MEMBERS = 3, 5
@@ -23,14 +24,6 @@ def networks(targets=1, members=MEMBERS):
 def examples(count=60, targets=1):
     x = torch.randn(count, FEATURES)
     return TensorDataset(x, x[:, :1] + 0.3 * torch.randn(count, targets))
-
-
-def federate(model, engine="auto", rounds=2, fusion="weighted_average", validation=None):
-    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion=fusion, engine=engine, local_epochs=2)
-    run = trainer(rounds, [federation])
-    run.fit(model, DataLoader(examples(), 5, shuffle=True), validation)
-    assert federation.history[-1]["failed_clients"] == 0
-    return run, federation
 
 
 def test_prediction_has_the_moments_of_the_mixture():
@@ -72,14 +65,11 @@ def test_members_learn_as_they_would_alone():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_engines_agree(optimizer):
-    members, ends = networks(), []
-    for engine in ("sequential", "vectorized"):
+    def make():
         torch.manual_seed(3)
-        model = DeepEnsembleRegressor(copy.deepcopy(members), optimizer=lambda p: optimizer(p, lr=0.01))
-        federate(model, engine)
-        ends.append(dict(model.named_parameters()))
-    for name, value in ends[0].items():
-        torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+        return DeepEnsembleRegressor(networks(), optimizer=lambda p: optimizer(p, lr=0.01))
+
+    assert_same(both(make, fb.IIDPartition(4), train=DataLoader(examples(), 5, shuffle=True), local_epochs=2), 1e-4)
 
 
 def test_members_that_would_stay_alike_are_refused():

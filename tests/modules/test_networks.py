@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes import HybridBayesianClassifier
 from lightning_fedbayes.modules import lenet, resnet20
-from tests.federations import federate, loader
+from tests.clients.vectorized.test_parity import assert_same, both
+from tests.federations import loader
 
 
 def count(network):
@@ -62,12 +63,10 @@ def test_resnet_starts_with_the_variance_of_he():
 
 
 def test_both_engines_train_the_same_resnet():
-    results = []
-    for engine in ("sequential", "vectorized"):
+    def make():
         torch.manual_seed(0)
         options = {"bayesian_last": 0, "optimizer": lambda p: torch.optim.SGD(p, 0.01)}
-        module = HybridBayesianClassifier(resnet20(classes=2), **options)
-        images = TensorDataset(torch.randn(8, 3, 8, 8), torch.arange(8) % 2)
-        federate(module, fb.FederatedBayes(fb.IIDPartition(2), engine=engine), 1, loader(images, 4))
-        results.append(module.network.state_dict())
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        return HybridBayesianClassifier(resnet20(classes=2), **options)
+
+    images = TensorDataset(torch.randn(8, 3, 8, 8), torch.arange(8) % 2)
+    assert_same(both(make, fb.IIDPartition(2), 1, loader(images, 4)), 1e-4)

@@ -13,17 +13,6 @@ from tests.federations import Plain, around, assert_close, blobs, federate, load
 from tests.refusals import refusals
 
 
-def test_a_linear_model_s_predictive_moments():
-    module = nn.Linear(3, 2)
-    x = torch.randn(4, 3)
-    found = fb.PosteriorPredictive(module, around(module), 4000, fb.Gaussian(0.5)).predict_step(x)
-    epistemic = 0.3**2 * (x.square().sum(1, keepdim=True) + 1).expand(4, 2)
-    assert torch.allclose(found.mean, module(x), atol=0.06)
-    assert torch.allclose(found.epistemic, epistemic, rtol=0.12)
-    assert torch.allclose(found.aleatoric, torch.full((4, 2), 0.25))
-    assert torch.allclose(found.variance, found.aleatoric + found.epistemic)
-
-
 def test_a_point_mass_predicts_as_the_module_and_leaves_it_unchanged():
     module = network()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -93,23 +93,6 @@ def test_a_loaded_model_predicts_with_the_same_uncertainty(predictive, tmp_path)
     assert float(expected.epistemic.min()) > 0
 
 
-def test_a_resumed_run_ends_with_the_same_predictions(tmp_path):
-    whole, _, _ = federated(rounds=4)
-    model, _, run = federated(rounds=2)
-    run.save_checkpoint(tmp_path / "half.ckpt")
-    torch.manual_seed(5)
-    resumed = HybridBayesianRegressor(
-        nn.Linear(FEATURES, 1), predictive="bootstrap", noise="none", learning_rate=0.05, scaler=False
-    )
-    federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="gaussian_fit", local_epochs=3)
-    trainer(4, [federation]).fit(
-        resumed, DataLoader(examples(), 5, shuffle=True), ckpt_path=tmp_path / "half.ckpt", weights_only=False
-    )
-    x = torch.randn(6, FEATURES)
-    assert torch.equal(resumed.eval().predict_step(x).samples, whole.predict_step(x).samples)
-    assert not torch.equal(model.predict_step(x).samples, whole.predict_step(x).samples)
-
-
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_validation_scores_the_predictive_of_the_federation(engine):
     model = HybridBayesianRegressor(nn.Linear(FEATURES, 1), predictive="bootstrap", noise="residual")

@@ -61,15 +61,6 @@ def test_moments_of_a_prediction():
     assert torch.allclose(prediction.aleatoric, torch.full((8, 2), NOISE_STD**2))
 
 
-def test_a_deterministic_network_has_no_epistemic_variance():
-    network = mlp(6, 2)
-    x = torch.randn(8, 6)
-    prediction = HybridBayesianRegressor(network, bayesian_last=0, noise_std=NOISE_STD).predict_step(x)
-    assert torch.equal(prediction.epistemic, torch.zeros(8, 2))
-    assert torch.equal(prediction.mean, network(x))
-    assert torch.allclose(prediction.variance, torch.full((8, 2), NOISE_STD**2))
-
-
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):

@@ -201,20 +201,15 @@ def test_a_run_that_goes_on_does_not_ask_again(tmp_path, monkeypatch):
     assert torch.equal(again.scaler.target_units, whole.scaler.target_units)
 
 
-def test_privacy_refuses_by_name_with_a_remedy():
-    private, known = {"privacy": fb.UpdatePrivacy(clip=1.0, noise_multiplier=1.0)}, fb.FederatedScaler((0.0, 1.0))
-    with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\).*scaler=False"):
-        fitted(regressor(noise="fixed"), data(), **private)
-    fitted(regressor(noise="fixed", scaler=known), data(), **private)
-    fitted(regressor(noise="fixed", scaler=False), data(), **private)
-
-
-def test_privacy_of_examples_refuses_too():
+@pytest.mark.parametrize("of", [fb.UpdatePrivacy, fb.ExamplePrivacy])
+def test_privacy_refuses_by_name_with_a_remedy(of):
     def fit(**options):
-        privacy = fb.ExamplePrivacy(clip=1.0, noise_multiplier=1.0)
-        callbacks = [fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg"), privacy]
-        trainer(1, callbacks).fit(regressor(noise="fixed", **options), DataLoader(data(), 16, shuffle=True))
+        private = of(clip=1.0, noise_multiplier=1.0)
+        inside, beside = ({"privacy": private}, []) if of is fb.UpdatePrivacy else ({}, [private])
+        federation = fb.FederatedBayes(fb.IIDPartition(4), fusion="fedavg", **inside)
+        federate(regressor(noise="fixed", **options), federation, 1, DataLoader(data(), 16), callbacks=beside)
 
-    with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\)"):
+    with pytest.raises(FederationError, match=r"FederatedScaler\(targets=\(mean, std\)\).*scaler=False"):
         fit()
     fit(scaler=fb.FederatedScaler((0.0, 1.0)))
+    fit(scaler=False)

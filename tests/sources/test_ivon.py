@@ -148,29 +148,6 @@ def test_precisions_stay_positive_for_all_gradients(gradients, second, prior_std
         assert after >= (0.499 if kind == "ivon" else 0.999 - max(0.5 / step, 0.02)) * before
 
 
-def test_a_step_is_algorithm_1_of_its_source():
-    """The update of Shen et al. 2024, by hand, at a draw that is known."""
-    torch.manual_seed(3)
-    n, s, h0, b1, b2, lr = 50, 0.7, 0.4, 0.8, 0.9, 0.2
-    parameter = nn.Parameter(torch.tensor([0.3, -0.2]))
-    optimizer = fb.IVON([parameter], lr, num_examples=n, prior_std=s, hessian_init=h0, betas=(b1, b2), curvature="ivon")
-    m, h, g, delta = parameter.detach().clone(), torch.full((2,), h0), torch.zeros(2), 1 / (n * s**2)
-    for t in range(1, 4):
-        before = parameter.detach().clone()
-        with optimizer.sampled():
-            theta = parameter.detach().clone()
-            gradient = 3 * theta**2 - theta
-            parameter.grad = gradient.clone()
-        assert torch.equal(parameter.detach(), before)
-        optimizer.step()
-        estimate = gradient * (theta - m) * n * (h + delta)
-        g = b1 * g + (1 - b1) * gradient
-        h = b2 * h + (1 - b2) * estimate + (1 - b2) ** 2 / 2 * (h - estimate) ** 2 / (h + delta)
-        m = m - lr * (h0 + delta) * (g / (1 - b1**t) + delta * m) / (h + delta)
-        assert torch.allclose(parameter.detach(), m, atol=1e-6)
-        assert torch.allclose(optimizer.state[parameter]["precision"], n * (h + delta), rtol=1e-5)
-
-
 def by_hand(network, gradient_of, steps, n, prior_std, betas, lr, first):
     """Means and precisions after some steps by the equations of IVON's page, one tensor, in double precision."""
     m, a, (b1, b2) = network.clone(), prior_std**-2, betas

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import Plain, assert_equal, blobs, federate, loader, parameters, trainer
+from tests.zoo.case import Net, net
 
 
 def test_a_limit_that_leaves_a_client_without_batches_is_refused():
@@ -35,17 +36,6 @@ def test_the_tuner_is_refused_before_any_step():
     assert len(federation.history) == 2
 
 
-class Manual(Plain):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Greedy(Plain):
-    def training_step(self, dataloader_iter):
-        raise AssertionError
-
-
 class Scheduled(Plain):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -53,13 +43,8 @@ class Scheduled(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {**plateau, "monitor": "val/nll"}}
 
 
-class Complex(Plain):
-    def __init__(self):
-        super().__init__()
-        self.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
 NONE = {"partition": None}
+MANUAL, COMPLEX = net(automatic_optimization=False), torch.nn.Linear(6, 3, dtype=torch.complex64)
 PARTS = {"north": blobs(), "south": TensorDataset(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))}
 
 
@@ -74,10 +59,18 @@ PARTS = {"north": blobs(), "south": TensorDataset(torch.zeros(0, 6), torch.zeros
         ("StochasticWeightAveraging averages the weights of", {"callbacks": [StochasticWeightAveraging(1e-2)]}, {}),
         ("GradientAccumulationScheduler", {"callbacks": [GradientAccumulationScheduler({1: 2})]}, {}),
         ("LearningRateFinder trains on part of a round", {"callbacks": [LearningRateFinder()]}, {}),
-        ("automatic_optimization is False.*use automatic optimization", {"module": Manual}, {}),
-        ("dataloader_iter", {"module": Greedy}, {}),
+        (
+            "automatic_optimization is False.*use automatic optimization",
+            {"module": MANUAL},
+            {},
+        ),
+        ("dataloader_iter", {"module": net(training_step=lambda self, dataloader_iter: None)}, {}),
         ("ReduceLROnPlateau with interval='step'.*interval='epoch'", {"module": Scheduled}, {}),
-        ("complex parameters cannot be fused: phase.*view_as_real", {"module": Complex}, {}),
+        (
+            "complex parameters cannot be fused: net.0.*view_as_real",
+            {"module": lambda: Net(torch.nn.Sequential(COMPLEX))},
+            {},
+        ),
         ("who are the clients.*DirichletPartition", {}, NONE),
         ("clients without an example: south", {"train": loader(fb.ClientDatasets(PARTS))}, NONE),
         ("min_clients=3, but a round has only 1 of 3", {}, {"safeguards": fb.Safeguards(3), "fraction": 0.3}),

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from tests import federations
 from tests.federations import trainer
 
 
@@ -70,22 +69,6 @@ def test_a_large_client_is_not_clipped():
     model = module()
     fit(model, dataset=fb.ClientDatasets(parts), partition=None, batch_size=64)
     assert float(model.sums["gram"][-1, -1].detach()) == pytest.approx(3019)
-
-
-@pytest.mark.slow
-def test_a_restart_goes_on(tmp_path):
-    def run(epochs, **options):
-        model = module("softmax")
-        federation = fb.FederatedBayes(fb.IIDPartition(3))
-        made = federations.trainer(epochs, [federation])
-        made.fit(model, DataLoader(data(), batch_size=7), **options)
-        return model, made
-
-    whole, _ = run(40)
-    _, half = run(4)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = run(40, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
-    assert torch.equal(resumed.fitted.weights, whole.fitted.weights)
 
 
 @pytest.mark.slow

@@ -128,12 +128,6 @@ def run(engine, rounds=3, module=None, options=None, source=None, **settings):
     return federation, made
 
 
-def test_one_client_s_posterior_is_that_of_its_module():
-    federation, made = run("sequential", 1, partition=fb.IIDPartition(1))
-    alone = fb.Laplace().posterior(made.lightning_module, loader(shuffle=False))
-    assert torch.allclose(flat(federation.posterior), flat(alone), rtol=1e-4)
-
-
 @pytest.mark.parametrize("prior_std", [0.5, None])
 def test_sites_of_one_network_add_up_to_the_posterior_of_the_pooled_data(prior_std):
     """Exactly so, whichever client has which examples, as information is a sum over them."""
@@ -168,7 +162,15 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
     assert not torch.allclose(found, other, rtol=1e-2)
 
 
-@pytest.mark.slow
+def by_adam():
+    module = heavy()
+    module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 1e-2)
+    return module
+
+
+PATH = {"source": fb.SWAG(), "local_epochs": 3}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -178,14 +180,16 @@ def test_sites_take_the_information_at_the_model_received_and_averages_at_their_
         {"stack": 3},
         {"fusion": "sites", "local_parameters": ["*bias"]},
         {"fusion": "coordinate_median", "keep": ["optimizer"]},
+        PATH,
+        {**PATH, "stack": 3},
+        {**PATH, "keep": ["optimizer"], "fusion": Averaging(prior="global")},
     ],
 )
 def test_both_engines_give_the_same_posterior(settings):
-    settings = dict(settings)
+    settings = {"partition": fb.SizesPartition([40, 26, 14, 10]), **settings}
     engines = "sequential", settings.pop("stack", "vectorized")
-    for make in (heavy, lambda: Plain(network(batch_norm=True))):
-        batches = {"partition": fb.SizesPartition([40, 26, 14, 10])}
-        one, other = (run(engine, module=make(), **batches, **settings)[0].posterior for engine in engines)
+    for make in (heavy, by_adam if "source" in settings else lambda: Plain(network(batch_norm=True))):
+        one, other = (run(engine, module=make(), **settings)[0].posterior for engine in engines)
         torch.testing.assert_close(dict(one.mean), dict(other.mean), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(dict(one.variance), dict(other.variance), rtol=1e-3, atol=1e-8)
         assert all(bool(value.all()) for value in one.variance.values())
@@ -225,24 +229,6 @@ def test_sites_add_up_to_the_posterior_of_the_pooled_data(engine, orthogonal):
     assert torch.allclose(1 / found.variance["net.weight"][0], precision.diagonal(), rtol=1e-4)
     exact = torch.linalg.solve(precision, x.T @ y)[:, 0]
     assert torch.allclose(found.mean["net.weight"][0], exact, atol=1e-3)
-
-
-@pytest.mark.parametrize("settings", [{}, {"stack": 3}, {"keep": ["optimizer"], "fusion": Averaging(prior="global")}])
-@pytest.mark.parametrize("adam", [False, True])
-def test_both_engines_see_the_same_path(settings, adam):
-    settings = dict(settings)
-    engines = "sequential", settings.pop("stack", "vectorized")
-
-    def make():
-        module = heavy()
-        if adam:
-            module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), 1e-2)
-        return module
-
-    settings |= {"source": fb.SWAG(), "local_epochs": 3}
-    one, other = (run(engine, module=make(), **settings)[0].posterior for engine in engines)
-    torch.testing.assert_close(dict(one.mean), dict(other.mean), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dict(one.variance), dict(other.variance), rtol=1e-3, atol=1e-8)
 
 
 def test_swag_is_the_mean_and_the_variance_of_the_path():
