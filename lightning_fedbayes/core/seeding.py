@@ -52,7 +52,7 @@ def private_uniform(key: int | str, size: int, *about: object, protects: Tensor 
     >>> torch.equal(private_uniform("secret", 3, "update", 0), private_uniform("secret", 3, "update", 0))
     True
     """
-    name = "/".join(map(str, (type(key).__name__, key, *about))).encode()
+    name = "/".join(map(str, (type(key).__name__, key, *about))).encode(errors="surrogatepass")
     if isinstance(key, str) and protects is not None:
         name += protects.detach().double().contiguous().cpu().numpy().tobytes()
     bits = np.frombuffer(hashlib.shake_256(name).digest(8 * size), "<u8") >> 12

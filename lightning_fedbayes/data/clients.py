@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.errors import LARGEST, FederationError, PartitionError, listed, nearest, shown
+from lightning_fedbayes.core.errors import LARGEST, FederationError, PartitionError, listed, nearest, raised_as, shown
 from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
@@ -46,7 +46,8 @@ def labels_of(dataset: Dataset[Any], source: LabelSource = None) -> Tensor | Non
         return _labels_from(dataset, source)
     if isinstance(dataset, Subset):
         labels = labels_of(dataset.dataset)
-        return None if labels is None else labels[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+        with raised_as(FederationError, "a Subset has no such labels", "give indices of the data set inside"):
+            return None if labels is None else labels[torch.as_tensor(dataset.indices, dtype=torch.int64)]
     if isinstance(dataset, ConcatDataset):
         parts = [labels_of(part) for part in dataset.datasets]
         known = [part for part in parts if part is not None]
