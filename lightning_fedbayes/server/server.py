@@ -227,7 +227,7 @@ class Server:
         here: they may be overwritten afterwards. A message may be late: it was ``started`` in an earlier round.
         """
         check_kind("update", update, ClientUpdate | ClientFailure, "give a ClientUpdate or a ClientFailure")
-        check_at_least("started", started or 0, 0)
+        check_at_least("started", 0 if started is None else started, 0)
         with self._lock:
             if self._plan is None:
                 raise FederationError("no round has begun: call begin(RoundPlan(round, cohort)) before admit")

@@ -328,7 +328,7 @@ def cox_loss(log_risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 def cox_terms(log_risk: Tensor, time: Tensor, event: Tensor) -> tuple[Tensor, Tensor]:
     """Return each example's term of :func:`cox_loss`, last time first, and the examples' order. ``vmap`` can map it."""
     order = time.argsort(descending=True)
-    log_risk, time, event = utilities.at_least_float32(log_risk)[order], time[order], event[order]
+    log_risk, time, event = utilities.at_least_float32(log_risk)[order], time.double()[order], event[order]
     last_of_equal_time = torch.searchsorted(-time, -time, right=True) - 1
     log_risk_set = log_risk.logcumsumexp(0)[last_of_equal_time]
     return torch.where(event != 0, log_risk_set - log_risk, 0), order
