@@ -322,7 +322,12 @@ def test_the_means_of_a_posterior_and_its_vector_are_one_thing_wherever_a_user_g
     class Look(fb.HybridBayesianClassifier):
         needs_client_posteriors = True
 
+        def on_federation_start(self):
+            super().on_federation_start()
+            self.heard = []
+
         def on_round_end(self, posterior, clients):
+            self.heard.append(len(clients))
             for each in (posterior, *clients):
                 check(each)
 
@@ -334,6 +339,7 @@ def test_the_means_of_a_posterior_and_its_vector_are_one_thing_wherever_a_user_g
         assert float(moved.sum()) == pytest.approx(posterior.mean[name].numel(), rel=1e-5)
 
     federation = fb.FederatedBayes(fb.IIDPartition(8), engine=engine)
-    federate(Look(network(), bayesian_last=2), federation, 1)
+    federate(module := Look(network(), bayesian_last=2), federation, 1)
+    assert module.heard == [8]
     check(federation.posterior)
     check(fb.fuse("rklb", [federation.posterior, federation.posterior]))

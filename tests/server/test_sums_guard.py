@@ -7,7 +7,6 @@ import torch
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.modules.head import HeadSlopes
 from lightning_fedbayes.modules.linear_regression import LinearStatistics
 from lightning_fedbayes.transport.one_shot import bounded, claim_of
 
@@ -41,9 +40,7 @@ LIES = {
     "asymmetric": lambda s: changed(s, "gram", s.gram + EYE.roll(1, 0)),
     "correlated by more than 1": lambda s: changed(s, "gram", s.gram * (3 - 2 * EYE)),
     "too large moments": lambda s: scaled(s, moment=-20.0),
-    "moments of no features": lambda s: changed(
-        s, "moment", s.moment + 0 * s.moment.index_fill(0, torch.arange(4), 0) + 9
-    ),
+    "moments of no features": lambda s: changed(s, "moment", s.moment + 9),
     "no squares": lambda s: scaled(s, square=0.0),
     "many squares": lambda s: scaled(s, square=1e6),
     "somewhat larger squares": lambda s: scaled(s, square=1.1),
@@ -98,7 +95,7 @@ def test_one_liar_of_ten_is_left_out_by_name(lie, honest_before):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(3, 300, 5, 17, 40, 120, 9, 30, 80, 200, 3, 3), (1,) * 30, (10, 9, 3000), (500, *[30] * 9)]
+    "sizes", [(3, 300, 5, 17, 40, 120, 9, 30, 80, 200), (1,) * 30, (10, 9, 3000), (500, *[30] * 9)]
 )
 def test_honest_clients_of_any_size_are_added_to_the_bit(sizes):
     sent = {client: scaled(sums) for client, sums in clients(sizes).items()}
@@ -133,7 +130,6 @@ def test_slopes_that_no_probabilities_have(name, inference):
         found = head.slopes(fit, x, y)
         fit = head.step(fit, found)
         slopes = {**vars(found), "num_examples": torch.tensor(float(found.num_examples))}
-        assert isinstance(found, HeadSlopes)
         assert replace(claim_of(sums, -1), slopes=slopes).is_possible
         assert not replace(claim_of(sums, -1), slopes={**slopes, name: SPOILT[name](slopes[name])}).is_possible
 
