@@ -94,9 +94,7 @@ def test_one_liar_of_ten_is_left_out_by_name(lie, honest_before):
         torch.testing.assert_close(server.posterior.mean[f"sums.{name}"], total, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(3, 300, 5, 17, 40, 120, 9, 30, 80, 200), (1,) * 30, (10, 9, 3000), (500, *[30] * 9)]
-)
+@pytest.mark.parametrize("sizes", [(3, 300, 5, 17, 40, 120, 9, 30, 80), (1,) * 30, (10, 9, 3000), (500, *[30] * 9)])
 def test_honest_clients_of_any_size_are_added_to_the_bit(sizes):
     sent = {client: scaled(sums) for client, sums in clients(sizes).items()}
     _, result = fused(sent, rounds=2)
