@@ -105,8 +105,8 @@ def test_every_site_counts_once(bound):
 @pytest.mark.slow
 def test_only_what_is_under_way_is_remembered():
     _, federation, _ = fit("sites", fb.Asynchronous(buffer=1, delays=DELAYS, max_staleness=8), 20)
-    server, waiting = federation.federation.server, federation.federation.in_flight.rounds
-    assert server.versions.begun.keys() == {round for round in waiting if round >= 20 - 8}
+    server, sent = federation.federation.server, federation.federation.in_flight.sent.values()
+    assert server.versions.begun.keys() == {each.started for each in sent if each.started >= 20 - 8}
     refused = [row["failed_clients"] for row in federation.history]
     assert sum(refused) >= 1
     assert "versions of the global posterior late, more than max" in str(federation._report.records.last_failure)
