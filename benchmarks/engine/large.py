@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine.large [--repeats 3] [--steps 10] [--only U-Net]
 
-Two clients take so many steps each in every one of three rounds. Plain Lightning takes as many steps in as many epochs, on
-the same data with the same optimizer. All sides take turns in one process, of one thread; a figure is the median
+Two clients take so many steps each in every one of three rounds. Plain Lightning takes as many steps in as many epochs,
+on the same data with the same optimizer. All sides take turns in one process, of one thread. A figure is the median
 over the repeats of the ratio of CPU times, from the start of training to its end.
 """
 
