@@ -20,7 +20,5 @@ from lightning_fedbayes.metrics.uncertainty import AccuracyRetained as AccuracyR
 from lightning_fedbayes.metrics.uncertainty import KwonAleatoric as KwonAleatoric
 from lightning_fedbayes.metrics.uncertainty import KwonEpistemic as KwonEpistemic
 from lightning_fedbayes.metrics.uncertainty import MutualInformation as MutualInformation
-from lightning_fedbayes.metrics.uncertainty import OutOfDistributionAUROC as OutOfDistributionAUROC
-from lightning_fedbayes.metrics.uncertainty import OutOfDistributionFPR as OutOfDistributionFPR
 from lightning_fedbayes.metrics.uncertainty import PredictiveEntropy as PredictiveEntropy
 from lightning_fedbayes.metrics.uncertainty import RetainedCurve as RetainedCurve

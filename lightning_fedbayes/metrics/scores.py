@@ -76,33 +76,6 @@ class HitCounts(Plotted):
         self.hits = self.hits + hits
 
 
-class ExampleMetric(Plotted):
-    """Base of metrics that keep vectors of all examples, ``kept``. A subclass has ``update`` and :meth:`score`."""
-
-    kept: ClassVar[tuple[str, ...]]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        for name in self.kept:
-            self.add_state(name, [], dist_reduce_fx="cat")
-
-    def keep(self, *vectors: Tensor) -> None:
-        """Add vectors of shape (batch,), in the order of :attr:`kept`."""
-        for name, vector in zip(self.kept, vectors, strict=True):
-            getattr(self, name).append(vector.detach())
-
-    def compute(self) -> Tensor:
-        """Return the value so far. NaN before the first example."""
-        vectors = [getattr(self, name) for name in self.kept]
-        if not len(vectors[0]):
-            return torch.tensor(torch.nan, device=self.device)
-        return self.score(*map(dim_zero_cat, vectors))
-
-    def score(self, *vectors: Tensor) -> Tensor:
-        """Return the value of all examples, a scalar."""
-        raise NotImplementedError
-
-
 class BrierScore(ExampleLoss):
     """Mean of :func:`~lightning_fedbayes.metrics.functional.brier_score`, from 0 (best) to 2."""
 
@@ -282,14 +255,31 @@ class ClientAccuracy(HitCounts):
         return figure, figure.axes[0]
 
 
-class SurvivalMetric(ExampleMetric):
+class SurvivalMetric(Plotted):
     """Keep risk, time and event of every example. A subclass implements :meth:`score`."""
 
-    kept = ("risk", "time", "event")
+    kept: ClassVar = ("risk", "time", "event")
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in self.kept:
+            self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
         """Add examples. See :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
-        self.keep(risk, time, check_survival(time, event, risk=risk))
+        for name, vector in zip(self.kept, (risk, time, check_survival(time, event, risk=risk)), strict=True):
+            getattr(self, name).append(vector.detach())
+
+    def compute(self) -> Tensor:
+        """Return the value so far. NaN before the first example."""
+        vectors = [getattr(self, name) for name in self.kept]
+        if not len(vectors[0]):
+            return torch.tensor(torch.nan, device=self.device)
+        return self.score(*map(dim_zero_cat, vectors))
+
+    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+        """Return the value of all examples, a scalar."""
+        raise NotImplementedError
 
 
 class ConcordanceIndex(SurvivalMetric):
@@ -300,9 +290,9 @@ class ConcordanceIndex(SurvivalMetric):
 
     higher_is_better = True
 
-    def score(self, *vectors: Tensor) -> Tensor:
+    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         """Return Harrell's c."""
-        return concordance_index(*vectors)
+        return concordance_index(risk, time, event)
 
 
 class CoxNLL(SurvivalMetric):
@@ -310,6 +300,6 @@ class CoxNLL(SurvivalMetric):
 
     higher_is_better = False
 
-    def score(self, *vectors: Tensor) -> Tensor:
+    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         """Return :func:`cox_loss` times the share of events."""
-        return cox_loss(*vectors) * vectors[2].float().mean()
+        return cox_loss(risk, time, event) * event.float().mean()

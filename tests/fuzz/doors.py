@@ -105,7 +105,6 @@ def measure(metric, *arguments, **options):
         metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
         metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
         metrics.PredictiveEntropy: (SAMPLES,),
-        metrics.OutOfDistributionFPR: (torch.rand(2), TARGET == 1),
     }.get(metric, (PROBS, TARGET))
     made.update(*batch)
     made.compute()
@@ -639,12 +638,6 @@ DOORS = {
         correct=TARGET == 0,
         uncertainty=torch.tensor([0.1, 0.2]),
     ),
-    "OutOfDistributionFPR": door(partial(measure, metrics.OutOfDistributionFPR), recall=0.9),
-    "OutOfDistributionFPR.update": door(
-        lambda **batch: updated(metrics.OutOfDistributionFPR(), **batch),
-        uncertainty=torch.tensor([0.1, 0.2]),
-        out=TARGET == 1,
-    ),
     "ConcordanceIndex": door(
         lambda **batch: updated(metrics.ConcordanceIndex(), **batch),
         risk=torch.tensor([0.1, 0.2]),
@@ -654,8 +647,6 @@ DOORS = {
     "concordance_index": door(
         functional.concordance_index, risk=torch.tensor([0.1, 0.2]), time=torch.ones(2), event=TARGET
     ),
-    "ood_auroc": door(functional.ood_auroc, uncertainty_in=torch.rand(3), uncertainty_out=torch.rand(2)),
-    "ood_fpr": door(functional.ood_fpr, uncertainty_in=torch.rand(3), uncertainty_out=torch.rand(2), recall=0.9),
     **{
         name: door(getattr(functional, name), probs=PROBS, target=TARGET)
         for name in ("brier_score", "negative_log_likelihood")

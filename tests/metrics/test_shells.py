@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-from torchmetrics import MetricCollection
 
 from lightning_fedbayes import metrics as M
 from lightning_fedbayes.core.errors import FedBayesError
@@ -40,15 +39,9 @@ def retained(correct, uncertainty):
     return (*F.accuracy_retained_curve(correct, uncertainty), F.accuracy_retained_area(correct, uncertainty))
 
 
-def sides(uncertainty, out):
-    return uncertainty[~out], uncertainty[out]
-
-
-OUT, EVENT = torch.rand(2, BATCH, generator=generator) < 0.5
+EVENT = torch.rand(BATCH, generator=generator) < 0.5
 RISK, TIME = torch.randint(8, (2, BATCH), generator=generator).float()
 KEEPING = {
-    "auroc": (M.OutOfDistributionAUROC, (RISK, OUT), lambda *a: F.ood_auroc(*sides(*a))),
-    "fpr": (lambda: M.OutOfDistributionFPR(recall=0.7), (RISK, OUT), lambda *a: F.ood_fpr(*sides(*a), 0.7)),
     "concordance": (M.ConcordanceIndex, (RISK, TIME, EVENT), F.concordance_index),
 }
 """Metrics that keep all examples."""
@@ -124,20 +117,6 @@ def test_state_is_of_constant_size_and_survives_pickling(build, inputs, function
     assert metric.full_state_update is False
 
 
-def test_one_side_at_a_time_and_in_one_collection():
-    measures = {"auroc": M.OutOfDistributionAUROC(), "fpr": M.OutOfDistributionFPR()}
-    collection = MetricCollection({**measures, "fpr_half": M.OutOfDistributionFPR(recall=0.5)})
-    inside, outside = sides(RISK, OUT)
-    collection.update(inside, False)
-    assert all(value.isnan() for value in collection.compute().values())
-    collection.update(outside, True)
-    assert collection.compute() == {
-        "auroc": F.ood_auroc(inside, outside),
-        "fpr": F.ood_fpr(inside, outside),
-        "fpr_half": F.ood_fpr(inside, outside, 0.5),
-    }
-
-
 def test_default_resolutions_are_close_to_the_exact_values():
     number = 20_000
     probs = (2 * torch.randn(number, 10, generator=generator)).softmax(1)
@@ -165,7 +144,4 @@ test_errors = refusals(
     (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
     (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
     (lambda: M.ClientAccuracy(0), "clients=0"),
-    (lambda: M.OutOfDistributionAUROC().update(RISK, OUT.long()), "out is of torch.int64: give torch.bool"),
-    (lambda: M.OutOfDistributionAUROC().update(RISK, OUT[1:]), "shapes differ"),
-    (lambda: M.OutOfDistributionAUROC().update(RISK * torch.nan, OUT), "uncertainty is NaN at 90 of 90"),
 )

@@ -25,6 +25,4 @@ from lightning_fedbayes.metrics.functional.uncertainty import epistemic_covarian
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_aleatoric as kwon_aleatoric
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_epistemic as kwon_epistemic
 from lightning_fedbayes.metrics.functional.uncertainty import mutual_information as mutual_information
-from lightning_fedbayes.metrics.functional.uncertainty import ood_auroc as ood_auroc
-from lightning_fedbayes.metrics.functional.uncertainty import ood_fpr as ood_fpr
 from lightning_fedbayes.metrics.functional.uncertainty import predictive_entropy as predictive_entropy
