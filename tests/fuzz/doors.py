@@ -657,13 +657,7 @@ DOORS = {
     },
     **{
         name: door(getattr(functional, name), probs=SAMPLES)
-        for name in (
-            "aleatoric_covariance",
-            "kwon_aleatoric",
-            "epistemic_covariance",
-            "kwon_epistemic",
-            "mutual_information",
-        )
+        for name in ("kwon_aleatoric", "kwon_epistemic", "mutual_information")
     },
     "predictive_entropy": door(functional.predictive_entropy, probs=SAMPLES),
     **{

@@ -20,8 +20,6 @@ from lightning_fedbayes.metrics.functional.scores import weighted_accuracy as we
 from lightning_fedbayes.metrics.functional.scores import worst_fraction_accuracy as worst_fraction_accuracy
 from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_area as accuracy_retained_area
 from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_curve as accuracy_retained_curve
-from lightning_fedbayes.metrics.functional.uncertainty import aleatoric_covariance as aleatoric_covariance
-from lightning_fedbayes.metrics.functional.uncertainty import epistemic_covariance as epistemic_covariance
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_aleatoric as kwon_aleatoric
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_epistemic as kwon_epistemic
 from lightning_fedbayes.metrics.functional.uncertainty import mutual_information as mutual_information

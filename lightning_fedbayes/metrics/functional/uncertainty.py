@@ -45,7 +45,7 @@ def mutual_information(probs: Tensor) -> Tensor:
 
 
 def kwon_aleatoric(probs: Tensor) -> Tensor:
-    r"""Noise of the label: the trace of :func:`aleatoric_covariance`, :math:`1 - \frac1M \sum_{mc} p_{mc}^2`.
+    r"""Noise of the label: the trace of :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`.
 
     From 0 (every sample certain) to 1 − 1/C. Source: [FBDL] eq. (9), reported as the trace.
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
@@ -58,7 +58,7 @@ def kwon_aleatoric(probs: Tensor) -> Tensor:
 
 
 def kwon_epistemic(probs: Tensor) -> Tensor:
-    r"""Disagreement of samples: the trace of :func:`epistemic_covariance`, :math:`\frac1M \sum_m |p_m - \bar p|^2`.
+    r"""Disagreement of samples: the trace of :math:`\frac1M \sum_m (p_m - \bar p)(p_m - \bar p)^\top`.
 
     0 if all posterior samples agree (always for one sample), at most 1 − 1/C. Source: [FBDL] eq. (9), as the trace.
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
@@ -68,31 +68,6 @@ def kwon_epistemic(probs: Tensor) -> Tensor:
     """
     probs = utilities.check_samples(probs)
     return (probs - probs.mean(0)).square().sum(-1).mean(0)
-
-
-def aleatoric_covariance(probs: Tensor) -> Tensor:
-    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`. For a single number use its trace.
-
-    Together with :func:`epistemic_covariance` it is the covariance of the one-hot label,
-    :math:`\mathrm{diag}(\bar p) - \bar p \bar p^\top`. Source: [FBDL] eq. (9).
-    Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch, classes, classes).
-    """
-    probs = utilities.check_samples(probs)
-    return probs.mean(0).diag_embed() - _mean_outer_product(probs)
-
-
-def epistemic_covariance(probs: Tensor) -> Tensor:
-    r"""Epistemic matrix :math:`\frac1M \sum_m (p_m - \bar p)(p_m - \bar p)^\top`. Source: [FBDL] eq. (9).
-
-    Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch, classes, classes).
-    """
-    probs = utilities.check_samples(probs)
-    return _mean_outer_product(probs - probs.mean(0))
-
-
-def _mean_outer_product(vectors: Tensor) -> Tensor:
-    by_example = vectors.transpose(0, 1)
-    return by_example.mT @ by_example / len(vectors)
 
 
 def accuracy_retained_curve(correct: Tensor, uncertainty: Tensor) -> tuple[Tensor, Tensor]:
