@@ -11,7 +11,6 @@ from lightning_fedbayes.metrics.scores import CalibrationDiagram as CalibrationD
 from lightning_fedbayes.metrics.scores import ClientAccuracy as ClientAccuracy
 from lightning_fedbayes.metrics.scores import ConcordanceIndex as ConcordanceIndex
 from lightning_fedbayes.metrics.scores import DeterminantSharpness as DeterminantSharpness
-from lightning_fedbayes.metrics.scores import EnsembleCRPS as EnsembleCRPS
 from lightning_fedbayes.metrics.scores import GaussianCRPS as GaussianCRPS
 from lightning_fedbayes.metrics.scores import GaussianNLL as GaussianNLL
 from lightning_fedbayes.metrics.scores import IntervalCoverage as IntervalCoverage

@@ -108,14 +108,6 @@ class GaussianCRPS(ExampleLoss):
         self.add(scores.gaussian_crps(mean, variance, target))
 
 
-class EnsembleCRPS(ExampleLoss):
-    """Mean of the fair :func:`~lightning_fedbayes.metrics.functional.ensemble_crps`, in the units of the target."""
-
-    def update(self, samples: Tensor, target: Tensor) -> None:
-        """Add draws from the predictive distribution, shape (samples, *), and targets, shape (*)."""
-        self.add(scores.ensemble_crps(samples, target))
-
-
 class IntervalCoverage(ExampleMean):
     """Share of targets in the central interval (:func:`~lightning_fedbayes.metrics.functional.interval_coverage`).
 

@@ -667,7 +667,6 @@ DOORS = {
     "interval_coverage": door(
         functional.interval_coverage, mean=torch.zeros(2), variance=torch.ones(2), target=torch.ones(2), level=0.9
     ),
-    "ensemble_crps": door(functional.ensemble_crps, samples=SAMPLES[:, :, 0], target=torch.zeros(2)),
     "determinant_sharpness": door(functional.determinant_sharpness, covariance=torch.eye(2)),
     **{
         name: door(getattr(functional, name), correct=TARGET == 0, uncertainty=torch.tensor([0.1, 0.2]))

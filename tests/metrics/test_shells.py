@@ -21,14 +21,13 @@ ENTROPY = F.predictive_entropy(PROBS)
 CLIENT = torch.randint(3, (BATCH,), generator=generator)
 MU, Y = torch.randn(2, BATCH, generator=generator)
 VARIANCE = torch.rand(BATCH, generator=generator) + 0.1
-DRAWS = torch.randn(SAMPLES, BATCH, generator=generator)
 FACTOR = torch.randn(BATCH, 3, 3, generator=generator)
 COVARIANCE = FACTOR @ FACTOR.mT + 0.1 * torch.eye(3)
 
 
 def example_slices(inputs, part):
     """The examples ``part`` of tensors whose examples are in dimension 1 (sampled) or 0."""
-    return tuple(x[:, part] if x is PROBS or x is DRAWS else x[part] for x in inputs)
+    return tuple(x[:, part] if x is PROBS else x[part] for x in inputs)
 
 
 def client_accuracies(probs, target, client):
@@ -64,7 +63,6 @@ CASES = {
     ),
     "gaussian_nll": (M.GaussianNLL, (MU, VARIANCE, Y), lambda *a: F.gaussian_nll(*a).mean()),
     "gaussian_crps": (M.GaussianCRPS, (MU, VARIANCE, Y), lambda *a: F.gaussian_crps(*a).mean()),
-    "ensemble_crps": (M.EnsembleCRPS, (DRAWS, Y), lambda *a: F.ensemble_crps(*a).mean()),
     "sharpness": (M.DeterminantSharpness, (COVARIANCE,), lambda *a: F.determinant_sharpness(*a).mean()),
     "coverage": (
         lambda: M.IntervalCoverage(0.5),

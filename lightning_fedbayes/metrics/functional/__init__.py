@@ -11,7 +11,6 @@ from lightning_fedbayes.metrics.functional.scores import calibration_diagram as 
 from lightning_fedbayes.metrics.functional.scores import concordance_index as concordance_index
 from lightning_fedbayes.metrics.functional.scores import cox_loss as cox_loss
 from lightning_fedbayes.metrics.functional.scores import determinant_sharpness as determinant_sharpness
-from lightning_fedbayes.metrics.functional.scores import ensemble_crps as ensemble_crps
 from lightning_fedbayes.metrics.functional.scores import gaussian_crps as gaussian_crps
 from lightning_fedbayes.metrics.functional.scores import gaussian_nll as gaussian_nll
 from lightning_fedbayes.metrics.functional.scores import interval_coverage as interval_coverage
