@@ -618,8 +618,6 @@ DOORS = {
     "LinearStatistics": door(LinearStatistics, **vars(LinearStatistics.of(X, Y))),
     "LinearStatistics.of": door(fb.modules.LinearStatistics.of, inputs=X, targets=Y),
     "mlp": door(modules.mlp, features=2, outputs=2, hidden=(3,)),
-    "lenet": door(modules.lenet, classes=2, size=16),
-    "resnet20": door(modules.resnet20, channels=1, classes=2),
     "draws_from_posterior": door(modules.draws_from_posterior, posterior=posterior(), samples=2),
     "draws_from_clients": door(modules.draws_from_clients, clients=THREE),
     "is_stochastic": door(modules.is_stochastic, network=bayesian()),

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.networks import lenet, resnet20
 from lightning_fedbayes import layers as bayes
 from lightning_fedbayes import with_mc_dropout
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.modules import is_stochastic, lenet, resnet20, sample_outputs
+from lightning_fedbayes.modules import is_stochastic, sample_outputs
 from tests.refusals import refusals
 
 from .helpers import KINDS, example
