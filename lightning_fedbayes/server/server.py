@@ -31,7 +31,7 @@ from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregati
 from lightning_fedbayes.server.guard import USUAL, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
-from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
+from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
 """Prefix of the figures of a round that hold a candidate's loss on held-out data."""
@@ -147,7 +147,6 @@ class Server:
         check_posterior(posterior, "posterior")
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         check_weighting(weighting)
-        check_probabilistic(weighting, posterior)
         check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
         self.posterior = posterior
         self.method = get_method(fusion)
