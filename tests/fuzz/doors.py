@@ -524,11 +524,9 @@ DOORS = {
     "gaussian_parameters": door(layers.gaussian_parameters, module=bayesian()),
     "mean_only": door(partial(entered, layers.mean_only), module=bayesian()),
     "evaluation_mode": door(partial(entered, layers.evaluation_mode), module=bayesian()),
-    "use_estimator": door(partial(entered, layers.use_estimator), module=bayesian(), name="flipout"),
     "PosteriorView": door(layers.PosteriorView, module=bayesian()),
     "MCDropout": door(layers.MCDropout),
     "NormalPrior": door(layers.NormalPrior),
-    "TiedMeanPrior": door(layers.TiedMeanPrior, std=1.0),
     "ScaleMixturePrior": door(mixture, weight=0.5, std1=1.0, std2=0.1),
     "Reparameterized": door(partial(layer, layers.Reparameterized), module=nn.LSTM(2, 2)),
     **{
