@@ -24,7 +24,7 @@ VALUES = st.one_of(
 NO_DOORS = """
 BayesianLayer Bernoulli BrierScore CalibrationBins ClassPrediction ClientReport Clients Cohort Conflation
 CoordinateMedian Cox DeterminantSharpness Estimator Fused FusionAccumulator FusionRule GaussianCRPS
-GaussianFit GaussianNLL GaussianParameter Gram GramRule HellingerBarycenter HierarchicalFit HonestMoments
+GaussianFit GaussianNLL GaussianParameter Gram GramRule HierarchicalFit HonestMoments
 InferredRule Knowledge KwonAleatoric KwonEpistemic LearnedPosterior Likelihood LikelihoodModule LinearPool
 LogVarianceAverage MutualInformation NegativeLogLikelihood Population PosteriorSource
 Preaggregation Prior RegressionPrediction ReliabilityRule RetainedCurve ReverseKLBarycenter RoundResult RuleState
