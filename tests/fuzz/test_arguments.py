@@ -28,7 +28,7 @@ GaussianFit GaussianNLL GaussianParameter Gram GramRule HierarchicalFit HonestMo
 InferredRule Knowledge KwonAleatoric KwonEpistemic LearnedPosterior Likelihood LikelihoodModule LinearPool
 LogVarianceAverage MutualInformation NegativeLogLikelihood Population PosteriorSource
 Preaggregation Prior RegressionPrediction ReliabilityRule RetainedCurve ReverseKLBarycenter RoundResult RuleState
-ServerOptimizer SplitDataModule Statistics SumRule Sums SurvivalPrediction TensorDataModule WassersteinBarycenter
+ServerOptimizer SplitDataModule Statistics SumRule Sums SurvivalPrediction WassersteinBarycenter
 WeightedAverage WeightedConflation WeightedSum gram_of outputs_with
 """
 """Values that the package makes, types, base classes whose subclasses are doors, and callables without arguments."""
