@@ -32,11 +32,11 @@ class ClassPartition(LabelPartition):
 
     >>> import torch
     >>> print(ClassPartition(clients=3, classes_per_client=2).split(torch.tensor([0, 1, 2] * 4), seed=0))
-    client |  0  1  2 | total
-         0 |  0  2  2 |     4
-         1 |  2  0  2 |     4
-         2 |  2  2  0 |     4
-     total |  4  4  4 |    12
+    client      0      1      2  total
+         0      0      2      2      4
+         1      2      0      2      4
+         2      2      2      0      4
+     total      4      4      4     12
     """
 
     clients: int
