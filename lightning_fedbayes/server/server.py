@@ -78,15 +78,6 @@ class RoundResult:
         return {} if self.aggregate is None else self.aggregate.excluded
 
 
-@dataclass(frozen=True)
-class ProcessReport:
-    """Report of one process to the others at the end of its clients' training: outcomes, admitted clients, a note."""
-
-    outcomes: Sequence[ClientOutcome]
-    admitted: Mapping[str, Admitted]
-    note: Any
-
-
 class Server:
     """Holds the global posterior, and makes a new one of the clients' updates in every round.
 
@@ -266,13 +257,12 @@ class Server:
             own = [replace(each, error=each.error and sendable(each.error)) for each in own]
         admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
         outcomes, everyone, notes, refused, count = [], [], [], {}, 0
-        mine = ProcessReport(own, admitted, note)
-        for report in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
-            outcomes += report.outcomes
-            everyone.append(report.admitted)
-            notes.append(report.note)
-            count += len(next(iter(report.admitted.values())).clients)
-            for each in report.admitted.values():
+        for heard, known, said in self.collective.all_gather((own, admitted, note)):
+            outcomes += heard
+            everyone.append(known)
+            notes.append(said)
+            count += len(next(iter(known.values())).clients)
+            for each in known.values():
                 refused.update(each.refused)  # updates that turn out not to count, now that all are known
         if self.collective.size > 1:
             outcomes.sort(key=lambda outcome: outcome.client)
