@@ -17,18 +17,14 @@ from lightning_fedbayes.metrics.functional.scores import check_survival, concord
 from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
 
 
-class Plotted(Metric):
-    """A metric that torchmetrics can plot, without gradients."""
+class Plain(Metric):
+    """A metric without gradients, which adds up batch by batch."""
 
     full_state_update = False
     is_differentiable = False
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
-        return self._plot(val, ax)
 
-
-class ExampleMean(Plotted):
+class ExampleMean(Plain):
     """Mean over all examples of one value per example. A subclass passes the values to :meth:`add` in ``update``.
 
     Batches and processes of any size combine exactly. The state's ``name`` is by default the class's: a
@@ -59,7 +55,7 @@ class ExampleLoss(ExampleMean):
     higher_is_better = False
 
 
-class HitCounts(Plotted):
+class HitCounts(Plain):
     """Numbers of examples and of correct ones in ``groups`` groups. Kwargs are arguments of torchmetrics.Metric."""
 
     counts: Tensor
@@ -241,13 +237,8 @@ class ClientAccuracy(HitCounts):
         """Return the accuracy of each client so far, shape (clients,). NaN for a client without examples."""
         return self.hits / self.counts
 
-    def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Draw the accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
-        figure = plots.client_accuracy(self.compute() if val is None else val)
-        return figure, figure.axes[0]
 
-
-class SurvivalMetric(Plotted):
+class SurvivalMetric(Plain):
     """Keep risk, time and event of every example. A subclass implements :meth:`score`."""
 
     kept: ClassVar = ("risk", "time", "event")

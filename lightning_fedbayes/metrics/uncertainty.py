@@ -2,11 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag
 from lightning_fedbayes.metrics.functional import uncertainty as measures
 from lightning_fedbayes.metrics.functional.utilities import check_vectors, sum_by_index
@@ -105,9 +102,3 @@ class AccuracyRetained(HitCounts):
         groups = self.counts.cpu().double(), self.hits.cpu().double()
         values = (*measures.curve_of_groups(*groups), measures.area_of_groups(*groups))
         return RetainedCurve(*(value.float().to(self.device) for value in values))
-
-    def plot(self, label: str = "model") -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Draw the curve so far: (figure, axes)."""
-        curve = self.compute()
-        figure = plots.accuracy_retained({label: (curve.fraction, curve.accuracy)})
-        return figure, figure.axes[0]
