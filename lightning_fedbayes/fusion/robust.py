@@ -17,6 +17,9 @@ from lightning_fedbayes.fusion.gram import Gram, GramRule, columns, fused_by_sha
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, Posteriors, RuleState
 
+TOLERANCE, ITERATIONS = 1e-9, 1000
+"""The geometric median is found when an iteration moves it by less, in units of the least median distance. Bound."""
+
 
 @register_fusion("geometric_median", aliases=("rfa",))
 class GeometricMedian(GramRule):
@@ -35,27 +38,23 @@ class GeometricMedian(GramRule):
     Args:
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
             objective is at most ν / 2 worse.
-        tolerance: stop when an iteration moves y by less, in the same units.
-        max_iterations: bound of the number of iterations. Each costs O(K²).
 
-    Raises FusionError: an argument that is not positive.
+    Raises FusionError: it is not positive.
     Source: Pillutla, Kakade and Harchaoui 2019, "Robust aggregation for federated learning", Algorithm 2 and eq. (4);
     [Untrusted] baseline.
     """
 
     uses_weights: ClassVar[bool] = True
 
-    def __init__(self, smoothing: float = 1e-6, tolerance: float = 1e-9, max_iterations: int = 1000) -> None:
+    def __init__(self, smoothing: float = 1e-6) -> None:
         check_number("geometric_median: smoothing", smoothing, "(0, inf)", error=FusionError)
-        check_number("geometric_median: tolerance", tolerance, "(0, inf)", error=FusionError)
-        check_at_least("geometric_median: max_iterations", max_iterations, 1, error=FusionError)
-        self.smoothing, self.tolerance, self.max_iterations = smoothing, tolerance, max_iterations
+        self.smoothing = smoothing
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
         """See :meth:`GramRule.infer_shares`."""
         shares, scale = start(gram.squared_distances().sqrt(), weights)
-        products, least = gram.products[:-1, :-1], self.tolerance * scale
-        for _ in range(self.max_iterations if scale > 0 else 0):
+        products, least = gram.products[:-1, :-1], TOLERANCE * scale
+        for _ in range(ITERATIONS if scale > 0 else 0):
             distances = grams.squared_distances_to(products, shares).sqrt()
             pulls = weights / distances.clamp_min(self.smoothing * scale)
             before, shares = shares, pulls / pulls.sum()

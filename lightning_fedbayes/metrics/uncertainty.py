@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_flag
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least
 from lightning_fedbayes.metrics.functional import uncertainty as measures
 from lightning_fedbayes.metrics.functional.utilities import check_vectors, sum_by_index
 from lightning_fedbayes.metrics.scores import ExampleMean, HitCounts
@@ -14,21 +14,11 @@ ROUNDING = 1e-3
 
 
 class PredictiveEntropy(ExampleMean):
-    """Mean of :func:`~lightning_fedbayes.metrics.functional.predictive_entropy`: the total uncertainty.
-
-    Args:
-        normalize: divide by log C, so that 1 is the most uncertain prediction. Otherwise the mean is in nats.
-        kwargs: arguments of :class:`torchmetrics.Metric`.
-    """
-
-    def __init__(self, normalize: bool = True, **kwargs: Any) -> None:
-        check_flag("normalize", normalize, error=FedBayesError)
-        super().__init__(f"predictive_entropy_{'normalized' if normalize else 'nats'}", **kwargs)
-        self.normalize = normalize
+    """Mean of :func:`~lightning_fedbayes.metrics.functional.predictive_entropy`: the total uncertainty, at most 1."""
 
     def update(self, probs: Tensor) -> None:
         """Add class probabilities of each posterior sample, shape (samples, batch, classes)."""
-        self.add(measures.predictive_entropy(probs, self.normalize))
+        self.add(measures.predictive_entropy(probs))
 
 
 class KwonAleatoric(ExampleMean):

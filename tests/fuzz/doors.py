@@ -104,7 +104,6 @@ def measure(metric, *arguments, **options):
         metrics.ClientAccuracy: (PROBS, TARGET, TARGET),
         metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
         metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
-        metrics.PredictiveEntropy: (SAMPLES,),
     }.get(metric, (PROBS, TARGET))
     made.update(*batch)
     made.compute()
@@ -625,7 +624,6 @@ DOORS = {
     "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),
     "ClientAccuracy": door(partial(measure, metrics.ClientAccuracy), clients=3),
     "IntervalCoverage": door(partial(measure, metrics.IntervalCoverage), level=0.9),
-    "PredictiveEntropy": door(partial(measure, metrics.PredictiveEntropy)),
     "ClientAccuracy.update": door(
         lambda **batch: updated(metrics.ClientAccuracy(2), **batch), probs=PROBS, target=TARGET, client=TARGET
     ),

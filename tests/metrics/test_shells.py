@@ -46,11 +46,6 @@ KEEPING = {
 """Metrics that keep all examples."""
 CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),
-    "entropy_in_nats": (
-        lambda: M.PredictiveEntropy(normalize=False),
-        (PROBS,),
-        lambda *a: F.predictive_entropy(*a, normalize=False).mean(),
-    ),
     "aleatoric": (M.KwonAleatoric, (PROBS,), lambda *a: F.kwon_aleatoric(*a).mean()),
     "epistemic": (M.KwonEpistemic, (PROBS,), lambda *a: F.kwon_epistemic(*a).mean()),
     "mutual_information": (M.MutualInformation, (PROBS,), lambda *a: F.mutual_information(*a).mean()),

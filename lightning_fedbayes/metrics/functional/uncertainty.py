@@ -9,25 +9,19 @@ import math
 from torch import Tensor
 from torch.special import digamma, entr
 
-from lightning_fedbayes.core.errors import FedBayesError, check_flag
 from lightning_fedbayes.metrics.functional import utilities
 
 
-def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
+def predictive_entropy(probs: Tensor) -> Tensor:
     r"""Entropy of the mean predictive, :math:`\tilde H = -\sum_c \bar p_c \log \bar p_c / \log C`.
 
-    The total uncertainty: 0 if one class is certain, 1 (normalised) if all are equally likely. Source: [FBDL] eq. (8).
-
-    Args:
-        probs: class probabilities of each posterior sample, shape (samples, batch, classes). The result is (batch,).
-        normalize: divide by log C. Otherwise the entropy is in nats.
+    The total uncertainty: 0 if one class is certain, 1 if all are equally likely. Source: [FBDL] eq. (8).
+    Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
 
     >>> predictive_entropy(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([1., 0.])
     """
-    check_flag("normalize", normalize, error=FedBayesError)
-    entropy = entr(utilities.check_samples(probs).mean(0)).sum(-1)
-    return entropy / math.log(probs.shape[-1]) if normalize else entropy
+    return entr(utilities.check_samples(probs).mean(0)).sum(-1) / math.log(probs.shape[-1])
 
 
 def mutual_information(probs: Tensor) -> Tensor:
