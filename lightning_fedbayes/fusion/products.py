@@ -208,7 +208,6 @@ class AlphaBarycenter(FusionRule):
         self.alpha = alpha
 
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
         if abs(self.alpha - 1) < NEGLIGIBLE:
             return LinearPool().fuse(posteriors, weights, previous)
         limit = ReverseKLBarycenter().fuse(posteriors, weights, previous)

@@ -51,7 +51,6 @@ class GeometricMedian(GramRule):
         self.smoothing = smoothing
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """See :meth:`GramRule.infer_shares`."""
         shares, scale = start(gram.squared_distances().sqrt(), weights)
         products, least = gram.products[:-1, :-1], TOLERANCE * scale
         for _ in range(ITERATIONS if scale > 0 else 0):
@@ -106,7 +105,6 @@ class MultiKrum(GramRule):
         self.byzantine, self.keep = byzantine, keep
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """See :meth:`GramRule.infer_shares`."""
         count = len(weights)
         if count < 3:
             return torch.full((count,), 1 / count, dtype=torch.float64), {}
@@ -262,11 +260,9 @@ class Preaggregation(CohortRule):
         """
 
     def init(self) -> RuleState:
-        """See :meth:`FusionRule.init`."""
         return self.then.init()
 
     def check_state(self, state: Any, parameters: int) -> None:
-        """See :meth:`FusionRule.check_state`."""
         self.then.check_state(state, parameters)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -320,7 +316,6 @@ class NearestNeighbourMixing(Preaggregation):
         self.byzantine = byzantine
 
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """See :meth:`Preaggregation.mix`."""
         distances = gram.squared_distances()
         count = len(distances)
         byzantine = (count - 1) // 2 if self.byzantine is None else self.byzantine
@@ -364,7 +359,6 @@ class NormClipping(Preaggregation):
         self.radius = radius
 
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """See :meth:`Preaggregation.mix`."""
         squares = gram.products.diagonal()
         norms = (squares[:-1] + squares[-1] - 2 * gram.products[:-1, -1]).clamp_min(0).sqrt()
         radius = norms.quantile(0.5) if self.radius is None else self.radius

@@ -281,7 +281,6 @@ class IIDPartition(Partition):
         errors.check_at_least("clients", self.clients, 1, error=PartitionError)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`Partition.deal`."""
         return np.array_split(generator.permutation(check_enough(self.clients, num_examples)), self.clients)
 
 
@@ -332,7 +331,6 @@ class SizesPartition(Partition):
         return any(isinstance(size, float) for size in self.sizes)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`Partition.deal`."""
         total = check_enough(self.clients, num_examples)
         ends = np.cumsum(self.sizes)
         if self.fractional:

@@ -49,7 +49,6 @@ class ClassPartition(LabelPartition):
         check_at_least("classes_per_client", self.classes_per_client, 1, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`LabelPartition.deal_classes`."""
         classes, sizes = np.unique(labels, return_counts=True)
         shards = self._shards_of_classes(sizes, generator)
         stacks = [
@@ -147,7 +146,6 @@ class DirichletPartition(LabelPartition):
         check_flag("balance", self.balance, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`LabelPartition.deal_classes`."""
         total = check_enough(self.clients, len(labels))
         least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
         if least * self.clients > total:
