@@ -51,8 +51,8 @@ class FederatedBayes(TrainsClients):
             :class:`~lightning_fedbayes.fusion.AutoFusion`, chooses a rule in every round on the validation data. None:
             "sites" for Bayesian layers, or IVON, with one normal prior, clients that keep no more than 1 GiB in memory,
             and no conflicting setting. Elsewhere "reverse_kl_barycenter", an average. A line says which, and why.
-        weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
-            forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
+        weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", or a function
+            from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
             networks, which is many times faster for small ones. "auto" takes "vectorized" where the module allows it
             and it is likely to be faster, and says why. A number: "vectorized", with at most so many clients in a

@@ -11,7 +11,6 @@ from lightning_fedbayes.metrics.functional.scores import calibration_diagram as 
 from lightning_fedbayes.metrics.functional.scores import concordance_index as concordance_index
 from lightning_fedbayes.metrics.functional.scores import cox_loss as cox_loss
 from lightning_fedbayes.metrics.functional.scores import determinant_sharpness as determinant_sharpness
-from lightning_fedbayes.metrics.functional.scores import ensemble_crps as ensemble_crps
 from lightning_fedbayes.metrics.functional.scores import gaussian_crps as gaussian_crps
 from lightning_fedbayes.metrics.functional.scores import gaussian_nll as gaussian_nll
 from lightning_fedbayes.metrics.functional.scores import interval_coverage as interval_coverage
@@ -20,11 +19,7 @@ from lightning_fedbayes.metrics.functional.scores import weighted_accuracy as we
 from lightning_fedbayes.metrics.functional.scores import worst_fraction_accuracy as worst_fraction_accuracy
 from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_area as accuracy_retained_area
 from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_curve as accuracy_retained_curve
-from lightning_fedbayes.metrics.functional.uncertainty import aleatoric_covariance as aleatoric_covariance
-from lightning_fedbayes.metrics.functional.uncertainty import epistemic_covariance as epistemic_covariance
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_aleatoric as kwon_aleatoric
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_epistemic as kwon_epistemic
 from lightning_fedbayes.metrics.functional.uncertainty import mutual_information as mutual_information
-from lightning_fedbayes.metrics.functional.uncertainty import ood_auroc as ood_auroc
-from lightning_fedbayes.metrics.functional.uncertainty import ood_fpr as ood_fpr
 from lightning_fedbayes.metrics.functional.uncertainty import predictive_entropy as predictive_entropy

@@ -55,7 +55,7 @@ SETTINGS = {
     "one client after the other": {"fraction": "turns"},
     "personal head": {"local_parameters": ["net.2.*"]},
     "proximal": {"fusion": FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
-    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
+    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy"},
 }
 
 
