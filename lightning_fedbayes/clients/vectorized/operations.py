@@ -45,16 +45,11 @@ class ClientOperations(TorchFunctionMode):
 
 
 class StackedOperations(ClientOperations):
-    """Replaces functions by operations on stacks where they can be. All others go through vmap.
-
-    ``fused_times`` counts the time steps that this training step has written out, of recurrences that torch takes in
-    one operation when it has one client: LSTMs, and all on a GPU.
-    """
+    """Replaces functions by operations on stacks where they can be. All others go through vmap."""
 
     def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
         super().__init__(branches)
         self.level, self.gaussians, self.joint = level, gaussians, joint
-        self.fused_times = 0
         self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
 
@@ -71,12 +66,12 @@ def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]:
-    """Return the replacement of a recurrent layer, None for a PackedSequence, dropout, projections, half precision."""
+    """Return the replacement of a GRU or RNN. It is None for a PackedSequence, dropout, half precision and on a GPU."""
 
     def replacement(
         mode: StackedOperations,
         input: Tensor,
-        hx: Tensor | Sequence[Tensor],
+        hx: Tensor,
         params: Any,
         has_biases: Any,
         num_layers: int,
@@ -87,47 +82,26 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
     ) -> tuple[Tensor, ...] | None:
         if not isinstance(has_biases, bool):  # a PackedSequence: has_biases is params
             return None
-        directions, states = 1 + bidirectional, [hx] if isinstance(hx, Tensor) else list(hx)
-        tensors = [input, *states, *params]
+        directions, tensors = 1 + bidirectional, [input, hx, *params]
         found = (private_torch.stack_of(each, mode.level) for each in params)
         stack = next((each for each in found if each is not None), None)
         if (
             stack is None
-            or len(params) != num_layers * directions * (4 if has_biases else 2)
+            or not input.is_cpu  # where torch takes all times in one operation
             or (dropout and train and num_layers > 1)
             or torch.is_autocast_enabled(input.device.type)
             or any(each.dtype not in FULL for each in tensors)
         ):
             return None
-        x, *stacks = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
-        starts, weights = tuple(stacks[: len(states)]), stacks[len(states) :]
+        x, start, *weights = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
         with private_torch.outside_vmap():
             x = x.transpose(1, 2) if batch_first else x
-            if cell is recurrent.lstm_step or not x.is_cpu:
-                mode.fused_times += x.shape[1] * num_layers * directions
             groups = recurrent.weights_of(cell, weights, has_biases)
-            output, lasts = recurrent.run_layers(cell, x, starts, groups, directions)
+            output, last = recurrent.run_layers(cell, x, start, groups, directions)
             output = output.transpose(1, 2) if batch_first else output
-        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, *lasts))
+        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, last))
 
     return replacement
-
-
-def lstm_cell(
-    mode: ClientOperations,
-    input: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``torch.lstm_cell``, which vmap does not take."""
-    h, c = hx
-    with mode:
-        i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
 
 
 def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
@@ -357,7 +331,6 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 ClientOperations.replacements = {
     F.embedding: embedding,
-    torch.lstm_cell: lstm_cell,
     Tensor.__bool__: truth,
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
 }
@@ -366,7 +339,6 @@ StackedOperations.replacements = {
     F.linear: linear,
     F.cross_entropy: cross_entropy,
     F.mse_loss: mse_loss,
-    torch.lstm: recurrence(recurrent.lstm_step),
     torch.gru: recurrence(recurrent.gru_step),
     torch.rnn_tanh: recurrence(recurrent.tanh_step),
     torch.rnn_relu: recurrence(recurrent.relu_step),

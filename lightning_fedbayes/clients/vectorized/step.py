@@ -92,7 +92,7 @@ class StackedStep:
     ``torch.func.vmap``, without :class:`StackedOperations`: slower, with other draws of the same distribution.
 
     Attributes:
-        fused_times, branched: of the last step, see :class:`StackedOperations`.
+        branched: of the last step, see :class:`StackedOperations`.
         shares_batch: the next steps take one batch for all clients, and refuse branches on what differs between them.
         shared_buffers: names of buffers that do not change, so that one copy serves all clients.
     """
@@ -106,7 +106,7 @@ class StackedStep:
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
         self.gaussians = GaussianParameters(module)
-        self.fused_times, self.branched, self.shares_batch = 0, False, False
+        self.branched, self.shares_batch = False, False
         self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
         self._has_primitives = private_torch.has_vmap_primitives()
@@ -171,7 +171,7 @@ class StackedStep:
                 operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
                 as_seen = partial(gaussians.SeenPrior, view=view)
                 outputs, assemble = of_client(views, stacked, batch, operations, as_seen)
-                self.fused_times, self.branched = operations.fused_times, operations.branched
+                self.branched = operations.branched
                 stacks = [private_torch.to_stack(output, level, count) for output in outputs]
         return assemble(stacks)
 
