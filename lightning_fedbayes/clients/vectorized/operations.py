@@ -25,8 +25,8 @@ FULL = (torch.float32, torch.float64)
 """Types of numbers for which losses and recurrent layers are written out here."""
 
 
-class ClientOperations(TorchFunctionMode):
-    """Inside, functions are replaced by operations on what one client sees.
+class StackedOperations(TorchFunctionMode):
+    """Inside, functions are replaced by operations on stacks where they can be. All others go through vmap.
 
     Without ``branches`` every branch on a value that differs between clients is refused, even where they agree on it.
     ``branched`` says that one was taken. ``replacements`` return None where they do not apply.
@@ -34,23 +34,16 @@ class ClientOperations(TorchFunctionMode):
 
     replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | bool | None]]
 
-    def __init__(self, branches: bool = True) -> None:
+    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
         self.branches, self.branched = branches, False
+        self.level, self.gaussians, self.joint = level, gaussians, joint
+        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self.replacements.get(func)
         result = replacement(self, *args, **kwargs) if replacement is not None else None
         return func(*args, **kwargs) if result is None else result
-
-
-class StackedOperations(ClientOperations):
-    """Replaces functions by operations on stacks where they can be. All others go through vmap."""
-
-    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
-        super().__init__(branches)
-        self.level, self.gaussians, self.joint = level, gaussians, joint
-        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
 
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -104,12 +97,12 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
     return replacement
 
 
-def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
+def data(mode: StackedOperations, tensor: Tensor) -> Tensor | None:
     """``tensor.data`` of a tensor that differs between clients, which vmap refuses. None for a shared one."""
     return tensor.detach() if private_torch.version_if_any(tensor) is None else None
 
 
-def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
+def truth(mode: StackedOperations, tensor: Tensor) -> bool | None:
     """``bool(tensor)`` of all clients. None for a tensor that they share. Raise Disagreement if they differ."""
     stack = private_torch.outside_of_vmap(tensor)
     if stack is tensor or tensor.numel() != 1 or not mode.branches:
@@ -122,7 +115,7 @@ def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
 
 
 def embedding(
-    mode: ClientOperations,
+    mode: StackedOperations,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -329,13 +322,10 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     return losses.where(counts, 0.0).sum(1) / counts.sum(1)
 
 
-ClientOperations.replacements = {
+StackedOperations.replacements = {
     F.embedding: embedding,
     Tensor.__bool__: truth,
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
-}
-StackedOperations.replacements = {
-    **ClientOperations.replacements,
     F.linear: linear,
     F.cross_entropy: cross_entropy,
     F.mse_loss: mse_loss,
