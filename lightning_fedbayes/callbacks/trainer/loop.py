@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fedbayes.callbacks.trainer import fast_loop
-from lightning_fedbayes.callbacks.trainer.data import FederatedSource, brought, held_out_batches
+from lightning_fedbayes.callbacks.trainer.data import FederatedSource, brought
 from lightning_fedbayes.callbacks.trainer.strategy import collective_of
 from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
@@ -41,7 +41,7 @@ class TrainsClients(L.Callback):
     """A callback by which a Trainer trains clients: ``settings`` of the federation, ``engine`` of the present fit."""
 
     settings: FederationSettings
-    _loop: "FitLoop | None" = None
+    _loop: Any = None  # the FitLoop, once there is one
 
     @property
     def engine(self) -> Engine:
@@ -156,10 +156,6 @@ class FitLoop:
         """True if the Trainer asks for its loaders again during the fit."""
         made: Any = self.trainer
         return bool(made.reload_dataloaders_every_n_epochs)
-
-    def held_out_batches(self) -> Iterator[Any]:
-        """Yield the batches of all validation loaders, as ``validation_step`` would get them."""
-        return held_out_batches(self.trainer)
 
     def set_length(self, num_batches: int) -> None:
         """Let the epoch that begins have ``num_batches``. Lightning itself would keep the first epoch's length."""

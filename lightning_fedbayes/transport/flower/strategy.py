@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLaplace
@@ -130,26 +130,14 @@ class FusionStrategy(Rounds, Strategy):
         self.schedule = schedule
         self._roster, self._asked, self._scoring = Roster(), dict[int, int](), dict[int, int]()
         self._train = ConfigRecord()
-        self._course: Course | None = None
 
     def resume(self, model: Mapping[str, Tensor]) -> Server:
         """Begin a run: make the server that starts from ``model``, or goes on from the checkpoint."""
         self._asked, self._scoring = {}, {}
         self._scores: dict[int, ClientMessage] = {}
-        return super().resume(model)
-
-    def go_on(self, under_way: Mapping[str, Any]) -> None:
-        """See :meth:`Rounds.go_on`."""
-        self._course = None if self.schedule is None else Course(self, under_way)
-
-    def under_way(self) -> dict[str, Any]:
-        """See :meth:`Rounds.under_way`."""
-        return {} if self._course is None else self._course.state_dict()
-
-    def ended(self, outcomes: Sequence[ClientOutcome]) -> None:
-        """See :meth:`Rounds.ended`."""
-        if self._course is not None:
-            self._course.end(outcomes)
+        server = super().resume(model)
+        self.course = None if self.schedule is None else Course(self, self.resumed)
+        return server
 
     def start(
         self,
@@ -194,8 +182,8 @@ class FusionStrategy(Rounds, Strategy):
             self._score(server.rounds, result, evaluate_config, grid)
         while server.rounds < num_rounds and not self.monitor.is_over(self.best):
             server_round = server.rounds + 1
-            if self._course is not None:
-                outcomes = self._course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
+            if self.course is not None:
+                outcomes = self.course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
                 arrays, metrics = _records(self.fuse(outcomes, server_round))
             else:
                 questions = self.configure_train(server_round, result.arrays, self._train, grid)
@@ -383,7 +371,7 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
 
     def _at_leisure(self, grid: Grid) -> dict[int, int]:
-        known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
+        known = self._roster.update(grid, self._timeout) if self.course is None else self.course.free
         return {node: client for client, node in known.items()}
 
     def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
