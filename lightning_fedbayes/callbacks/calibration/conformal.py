@@ -37,14 +37,9 @@ class FederatedConformal(CalibrationCallback):
 
     the upper bound for scores without ties. Each client sends one :class:`ScoreSketch`, 8 KiB.
 
-    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send false counts, the bound B of
-    :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling, within
-
-    .. math::
-        \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
-        B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
-
-    whatever they send. A line names the clients that are clipped. One or two clients are never bounded.
+    Clients may lie: with n examples of each of K clients alike, f < K/2 liars move the pooled threshold's
+    coverage p by :math:`\frac{f B}{(K - f)\, n}` at most, with :math:`B \approx 2.7\, c \sqrt{p (1 - p)\, n}` of
+    :func:`bounded_distribution`. A line names the clients that are clipped. One or two are never bounded.
 
     With ``pooling="median"`` the threshold is the upper median of the clients' thresholds: for f < K/2 liars between
     the smallest and the largest honest one. Where clients differ, the median client is covered with the stated level,

@@ -293,11 +293,10 @@ class FusionStrategy(Rounds, Strategy):
             head = strategy.one_shot(grid, initial_arrays(head_module), head_module.head)
 
         For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as in the first round,
-        and sends its weights with their curvature. For an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
-        sends sums over its training examples, and trains no network. For a :class:`~lightning_fedbayes.BayesianHead` it
-        sends sums over features. A softmax head asks further, as often as it needs. The result is the same as of these
-        calls in one process. A client that fails within ``timeout`` seconds is left out. Raise FederationError if an
-        argument cannot be used, or no client answers, and FedBayesError if the answers give no result.
+        for the others it sends sums over its examples. A softmax head asks further, as often as it needs. The result is
+        that of the same calls in one process. A client that fails within ``timeout`` seconds is left out. Raise
+        FederationError if an argument cannot be used, or no client answers, and FedBayesError if the answers give no
+        result.
 
         Args:
             grid, arrays: how the server reaches the clients, and the network before training.
