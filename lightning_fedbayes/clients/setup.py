@@ -35,14 +35,6 @@ batches of 8 × 8 words (2.7 billion operations) were 1.2 times as fast for 4 an
 fast, with 8 × 32 words 0.9 times (``python -m benchmarks.engine.adapters``). The limit for GPUs is not measured.
 """
 
-TIMES_PER_CLIENT = 4
-"""Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
-
-torch takes them in one operation for one client. A stack of any size takes about twenty for each step in time. Rounds
-of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients 0.3 to 0.8
-times for 20 and 80 (``python -m benchmarks.engine.stacks``).
-"""
-
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 """Memory for a stack of clients, by type of device. It is fixed, so that the number of clients in a stack, on which the
 noise depends, is the same on every machine."""
@@ -138,9 +130,8 @@ def make_engine(
 ) -> Engine:
     """Return the engine that ``settings.engine`` names. For "auto" the faster one, with a line that says which.
 
-    "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
-    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client. Raise
-    CannotVectorize if "vectorized" is asked for and impossible.
+    "auto" stacks the clients if the module allows it, a round has at least two of them, and a step of one client is at
+    most :data:`LARGEST_STEP`. Raise CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
     keeps = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
@@ -176,11 +167,6 @@ def make_engine(
             or (together == 1 and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]))
         ):
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
-        if name == "auto" and probed.fused_times > TIMES_PER_CLIENT * together:
-            raise CannotVectorize(
-                f"recurrent layers take {probed.fused_times} steps in time, and for {together} clients torch's own are "
-                "faster than those of a stack"
-            )
     except CannotVectorize as reason:
         if name == "vectorized":
             why = f"{reason}. Use engine='auto' or 'sequential'"

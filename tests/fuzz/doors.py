@@ -492,7 +492,7 @@ DOORS = {
     "ClientScores.mean": door(SCORES.mean, figure="nll", weighting="clients"),
     "ClientScores.worst": door(SCORES.worst, figure="nll", fraction=0.5),
     "ClientScores.spread": door(SCORES.spread, figure="nll"),
-    "FederatedConformal": door(fb.FederatedConformal, per_client=True, shrinkage=1.0, bins=16, epsilon=1.0),
+    "FederatedConformal": door(fb.FederatedConformal, per_client=True, bins=16, epsilon=1.0),
     "FederatedConformal.fit": door(
         partial(quietly, fb.FederatedConformal().fit), clients={"a": torch.rand(9), "b": SKETCH}
     ),

@@ -14,15 +14,13 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 
 class FederatedSource:
-    """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``."""
+    """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``.
+
+    Otherwise it is the user's ``source``.
+    """
 
     def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
         self.source, self.federate = source, federate
-
-    @property
-    def instance(self) -> Any:
-        """The user's loader, module or datamodule."""
-        return self.source.instance
 
     def dataloader(self) -> Any:
         """Return the federation's loader."""
@@ -33,13 +31,8 @@ class FederatedSource:
             # Lightning calls this with DataLoader.__init__ patched, and an exception here would leave it so for good
             return _Refused(error)
 
-    def is_defined(self) -> bool:
-        """Return True if there is a training loader."""
-        return self.source.is_defined()
-
-    def is_module(self) -> bool:
-        """Return True if the loader comes from a hook of a module or datamodule."""
-        return self.source.is_module()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
 
 class _Refused:

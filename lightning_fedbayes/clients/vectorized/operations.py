@@ -25,8 +25,8 @@ FULL = (torch.float32, torch.float64)
 """Types of numbers for which losses and recurrent layers are written out here."""
 
 
-class ClientOperations(TorchFunctionMode):
-    """Inside, functions are replaced by operations on what one client sees.
+class StackedOperations(TorchFunctionMode):
+    """Inside, functions are replaced by operations on stacks where they can be. All others go through vmap.
 
     Without ``branches`` every branch on a value that differs between clients is refused, even where they agree on it.
     ``branched`` says that one was taken. ``replacements`` return None where they do not apply.
@@ -34,28 +34,16 @@ class ClientOperations(TorchFunctionMode):
 
     replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | bool | None]]
 
-    def __init__(self, branches: bool = True) -> None:
+    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
         self.branches, self.branched = branches, False
+        self.level, self.gaussians, self.joint = level, gaussians, joint
+        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self.replacements.get(func)
         result = replacement(self, *args, **kwargs) if replacement is not None else None
         return func(*args, **kwargs) if result is None else result
-
-
-class StackedOperations(ClientOperations):
-    """Replaces functions by operations on stacks where they can be. All others go through vmap.
-
-    ``fused_times`` counts the time steps that this training step has written out, of recurrences that torch takes in
-    one operation when it has one client: LSTMs, and all on a GPU.
-    """
-
-    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
-        super().__init__(branches)
-        self.level, self.gaussians, self.joint = level, gaussians, joint
-        self.fused_times = 0
-        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
 
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -71,12 +59,12 @@ def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]:
-    """Return the replacement of a recurrent layer, None for a PackedSequence, dropout, projections, half precision."""
+    """Return the replacement of a GRU or RNN. It is None for a PackedSequence, dropout, half precision and on a GPU."""
 
     def replacement(
         mode: StackedOperations,
         input: Tensor,
-        hx: Tensor | Sequence[Tensor],
+        hx: Tensor,
         params: Any,
         has_biases: Any,
         num_layers: int,
@@ -87,55 +75,34 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
     ) -> tuple[Tensor, ...] | None:
         if not isinstance(has_biases, bool):  # a PackedSequence: has_biases is params
             return None
-        directions, states = 1 + bidirectional, [hx] if isinstance(hx, Tensor) else list(hx)
-        tensors = [input, *states, *params]
+        directions, tensors = 1 + bidirectional, [input, hx, *params]
         found = (private_torch.stack_of(each, mode.level) for each in params)
         stack = next((each for each in found if each is not None), None)
         if (
             stack is None
-            or len(params) != num_layers * directions * (4 if has_biases else 2)
+            or not input.is_cpu  # where torch takes all times in one operation
             or (dropout and train and num_layers > 1)
             or torch.is_autocast_enabled(input.device.type)
             or any(each.dtype not in FULL for each in tensors)
         ):
             return None
-        x, *stacks = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
-        starts, weights = tuple(stacks[: len(states)]), stacks[len(states) :]
+        x, start, *weights = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
         with private_torch.outside_vmap():
             x = x.transpose(1, 2) if batch_first else x
-            if cell is recurrent.lstm_step or not x.is_cpu:
-                mode.fused_times += x.shape[1] * num_layers * directions
             groups = recurrent.weights_of(cell, weights, has_biases)
-            output, lasts = recurrent.run_layers(cell, x, starts, groups, directions)
+            output, last = recurrent.run_layers(cell, x, start, groups, directions)
             output = output.transpose(1, 2) if batch_first else output
-        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, *lasts))
+        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, last))
 
     return replacement
 
 
-def lstm_cell(
-    mode: ClientOperations,
-    input: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``torch.lstm_cell``, which vmap does not take."""
-    h, c = hx
-    with mode:
-        i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
+def data(mode: StackedOperations, tensor: Tensor) -> Tensor | None:
     """``tensor.data`` of a tensor that differs between clients, which vmap refuses. None for a shared one."""
     return tensor.detach() if private_torch.version_if_any(tensor) is None else None
 
 
-def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
+def truth(mode: StackedOperations, tensor: Tensor) -> bool | None:
     """``bool(tensor)`` of all clients. None for a tensor that they share. Raise Disagreement if they differ."""
     stack = private_torch.outside_of_vmap(tensor)
     if stack is tensor or tensor.numel() != 1 or not mode.branches:
@@ -148,7 +115,7 @@ def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
 
 
 def embedding(
-    mode: ClientOperations,
+    mode: StackedOperations,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -355,18 +322,13 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     return losses.where(counts, 0.0).sum(1) / counts.sum(1)
 
 
-ClientOperations.replacements = {
+StackedOperations.replacements = {
     F.embedding: embedding,
-    torch.lstm_cell: lstm_cell,
     Tensor.__bool__: truth,
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
-}
-StackedOperations.replacements = {
-    **ClientOperations.replacements,
     F.linear: linear,
     F.cross_entropy: cross_entropy,
     F.mse_loss: mse_loss,
-    torch.lstm: recurrence(recurrent.lstm_step),
     torch.gru: recurrence(recurrent.gru_step),
     torch.rnn_tanh: recurrence(recurrent.tanh_step),
     torch.rnn_relu: recurrence(recurrent.relu_step),

@@ -48,7 +48,6 @@ class ProbeResult:
         reads_index: ``training_step`` uses the number of the batch.
         flops, bytes_per_client: floating-point operations of one client's step, in matrix products and convolutions,
             and memory that one more client in the stack takes.
-        fused_times: time steps of recurrent layers that are one operation for one client, and many for a stack.
         shared_buffers: names of buffers that do not change.
         switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
     """
@@ -58,7 +57,6 @@ class ProbeResult:
     reads_index: bool
     flops: int
     bytes_per_client: int
-    fused_times: int
     shared_buffers: frozenset[str]
     switches_modes: bool
 
@@ -118,7 +116,6 @@ def _probe(
                             step.shares_batch = False
                     if len(loader.clients.sizes) == 1:  # nobody puts them back
                         check_buffers(stack)
-                    fused_times = step.fused_times
                     log.check_metrics()
                 finally:
                     stack.optimizer.remove()
@@ -136,7 +133,7 @@ def _probe(
     own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in frozen)
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
     flops_of_one = flops.get_total_flops() // 2
-    return ProbeResult(stacked_keys, layouts, index.is_read, flops_of_one, total, fused_times, shared, switches)
+    return ProbeResult(stacked_keys, layouts, index.is_read, flops_of_one, total, shared, switches)
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
@@ -242,7 +239,7 @@ CAUSES = (
     (r"saved-tensor hooks", "checkpoints activations, which a stack of clients cannot"),
     (
         r"aten::(?:lstm|gru|rnn_\w+)\.",
-        "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence",
+        "runs an LSTM, or a recurrent layer with dropout between layers, half precision, a PackedSequence or on a GPU",
     ),
     (r"not implemented for ([\w:.]+)", r"uses {0}, which torch cannot run for a stack"),
 )

@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import suppress
-from functools import partial
 
 import lightning as L
 import pytest
@@ -18,12 +17,10 @@ from lightning_fedbayes.clients.vectorized.probe import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
 from lightning_fedbayes.clients.vectorized.stack import empty_with_layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
-from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
-from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
-from tests.federations import CLASSES, Made, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
+from tests.federations import CLASSES, Made, Plain, assert_equal, blobs, federate, loader, parameters
 
 
 def with_fault(fault: str) -> Made:
@@ -149,37 +146,6 @@ def test_groups_that_step_apart_keep_their_own_number_of_steps():
     assert [float(state[0]["step"]) for state in kept] == [5.0, 5.0]
     stacked.remove()
     assert optimizer.param_groups[0]["params"] == [own]
-
-
-CASES = {
-    "plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
-    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs),
-    "convolutions": (Convolutional, images),
-    "padding": (Padded, words),
-    "attributes per client": (PerClient, blobs),
-    "late buffer": (Late, blobs),
-    "skipped steps": (SkipsShort, blobs),
-    "logged values and outputs": (Logging, blobs),
-    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_federation_ends_equal_without_the_primitives(case, monkeypatch):
-    make, data = CASES[case]
-    ended = []
-    for removed in (False, True):
-        if removed:
-            monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
-        module, partition = make(), fb.SizesPartition((30, 20, 10))
-        federation = fb.FederatedBayes(partition, fusion="rklb", engine="vectorized", local_epochs=2)
-        made = federate(module, federation, 2, loader(data()))
-        assert federation.federation.engine.name == "vectorized"
-        assert federation.history[-1]["failed_clients"] == 0
-        figures = {name: value for name, value in made.callback_metrics.items() if not name.endswith("seconds")}
-        ended.append((dict(module.state_dict()), figures))
-    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
 
 
 def test_a_swap_reaches_tied_tensors_and_is_undone_after_an_error():

@@ -98,7 +98,7 @@ RECURRENT = {
     "no bias": {"bias": False, "bidirectional": True},
     "dropout of one layer": {"dropout": 0.5},
 }
-KINDS = {torch.gru: nn.GRU, torch.lstm: nn.LSTM, torch.rnn_tanh: nn.RNN, torch.rnn_relu: nn.RNN}
+KINDS = {torch.gru: nn.GRU, torch.rnn_tanh: nn.RNN, torch.rnn_relu: nn.RNN}
 
 
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
@@ -114,21 +114,14 @@ def test_recurrent_layers_are_those_of_torch_gradients_included(function, option
     states = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
     start = torch.randn(CLIENTS, states, 2 if options.get("batch_first") else 5, 4) if has_start else None
 
-    def flat(result):
-        output, last = result
-        return [output, *([last] if isinstance(last, Tensor) else last)]
-
-    def hidden(h):
-        return None if h is None else (h, 2 * h) if function is torch.lstm else h
-
-    expected = [flat(each(x[i], hidden(None if start is None else start[i]))) for i, each in enumerate(clients)]
+    expected = [each(x[i], None if start is None else start[i]) for i, each in enumerate(clients)]
     expected = [torch.stack(each) for each in zip(*expected)]
     with vmap_level(CLIENTS) as level, operations_for(level):
         views = [to_client_view(each, level) for each in weights]
         h = None if start is None else to_client_view(start, level)
         monkeypatch.setattr(clients[0], "_flat_weights", views)
         monkeypatch.setattr(clients[0], "_flat_weight_refs", [None] * len(views))
-        outputs = [to_stack(each, level, CLIENTS) for each in flat(clients[0](to_client_view(x, level), hidden(h)))]
+        outputs = [to_stack(each, level, CLIENTS) for each in clients[0](to_client_view(x, level), h)]
     assert applied == [True]
     for output, known in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, known, rtol=1e-6, atol=1e-6)
@@ -138,16 +131,6 @@ def test_recurrent_layers_are_those_of_torch_gradients_included(function, option
     stacked = [known[0], *(torch.stack(known[i : i + CLIENTS]) for i in range(1, len(known), CLIENTS))]
     for gradient, each in zip(gradients, stacked, strict=True):
         torch.testing.assert_close(gradient, each, rtol=1e-5, atol=2e-6)
-
-
-def test_an_lstm_cell():
-    x, h, c, w, u, b = (torch.randn(CLIENTS, *s) for s in ((5, 3), (5, 4), (5, 4), (16, 3), (16, 4), (16,)))
-    with vmap_level(CLIENTS) as level, operations_for(level):
-        x_, h_, c_, w_, u_, b_ = (to_client_view(each, level) for each in (x, h, c, w, u, b))
-        outputs = [to_stack(each, level, CLIENTS) for each in torch.lstm_cell(x_, (h_, c_), w_, u_, b_, 2 * b_)]
-    expected = [torch.lstm_cell(x[i], (h[i], c[i]), w[i], u[i], b[i], 2 * b[i]) for i in range(CLIENTS)]
-    for output, known in zip(outputs, zip(*expected), strict=True):
-        torch.testing.assert_close(output, torch.stack(known))
 
 
 def test_data_of_a_clients_tensor_is_written_into_without_gradient():
