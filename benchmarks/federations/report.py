@@ -144,7 +144,7 @@ def compared(rows: Rows) -> dict[str, str]:
 
 
 def brief(results: Results) -> str:
-    """Return the table of the project's README: metric and NLL, mean over clients, of a line for each federation."""
+    """Return the table of docs/benchmarks.md: metric and NLL, mean over clients, of a line for each federation."""
     lines, heads = [], ("FedAvg", "local", "pooled", "chosen")
     for name, rows in federations(results).items():
         names = compared(rows)

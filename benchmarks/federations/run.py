@@ -7,8 +7,8 @@
 DIR holds, in any folders below it: processed.*.data (UCI Heart Disease), brca.csv and train_test_split.csv (FLamby's
 Fed-TCGA-BRCA), hapt_int16.npz, exam.csv, contraception.csv, and FashionMNIST's files. A federation without its files is
 left out; those of scikit-learn need none. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run
-twice: a run that was killed goes on where it stopped. The tables are written into README.md and, in short, into that of
-the project, or with --out into FOLDER/tables.md.
+twice: a run that was killed goes on where it stopped. The tables are written into README.md and, in short, into
+docs/benchmarks.md, or with --out into FOLDER/tables.md.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures(results, options.out)
     write(text, options.out, HERE)
     if options.out == HERE / "results":
-        include(ROOT / "README.md", brief(results))
+        include(ROOT / "docs" / "benchmarks.md", brief(results))
 
 
 if __name__ == "__main__":

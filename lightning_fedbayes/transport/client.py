@@ -92,7 +92,7 @@ class RemoteClient:
             ``privacy``.
         exact: kinds of messages that may leave as they are in spite of ``privacy``, or of an
             :class:`~lightning_fedbayes.ExamplePrivacy` among the Trainer's callbacks: "scores" of a validation,
-            "temperature", "counts", "statistics", "curvature", "scale". See the table in docs/privacy.md.
+            "temperature", "counts", "statistics", "curvature", "scale". See the table in docs/what_leaves.md.
         share_errors: send the text of an exception to the server, for federations of one owner. Otherwise the server
             gets its class and the stage, and the text stays in the client's log.
         state_folder: folder of the client's state, which never leaves it: local parameters and buffers, kept optimizer

@@ -41,7 +41,7 @@ class Rounds:
         evaluate: let all clients score the global posterior on their validation data after every round.
         across: after the last round of a run send the last posterior of each client to all the others, to be scored on
             their validation data. Clients then see each other's posteriors, which no other setting shows them: ask all
-            of them before ([what leaves a client](../privacy.md#models-that-clients-see-of-each-other)). K clients
+            of them before ([what leaves a client](../what_leaves.md#models-that-clients-see-of-each-other)). K clients
             cause K² messages, and the server keeps K posteriors in memory.
         checkpoint: file of the federation. None keeps it in memory only.
         seed: source of every random draw, the clients' included.

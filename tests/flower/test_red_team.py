@@ -21,7 +21,7 @@ from tests.flower.deployment import deployed
 from tests.flower.grid import LocalGrid
 from tests.transport.federation import BlobData
 
-PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "what_leaves.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
 ROUNDS, CLIP, NOISE = 20, 1.0, 0.5
 SECRET = "patients/jane_doe_positive"

@@ -115,7 +115,7 @@ def test_one_client_trains_as_without_a_federation(make, accumulate):
 
 @pytest.mark.parametrize("where", ["of the Trainer", "in the step", "after the batch", "by the Trainer's steps"])
 def test_each_client_begins_at_the_position_of_the_round_which_the_longest_moves_on(where):
-    """Clients of 3, 5 and 9 batches: the table of docs/what_works.md."""
+    """Clients of 3, 5 and 9 batches, as in docs/what_works.md."""
     made = Told("warm-up") if where == "of the Trainer" else Own(where)
     fit(made, fb.FederatedBayes(), (12, 20, 36), rounds=2)
     (wanted,) = SCHEDULES["warm-up"](OPTIMIZERS["SGD"]([torch.zeros(1, requires_grad=True)])).lr_lambdas

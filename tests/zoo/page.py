@@ -1,4 +1,4 @@
-"""Prints docs/what_works.md, with tables made from the cases: ``python -m tests.zoo.page``."""
+"""Prints docs/what_works.md, with the table made from the cases: ``python -m tests.zoo.page``."""
 
 from itertools import groupby
 from pathlib import Path
@@ -7,23 +7,23 @@ from tests.zoo.case import EQUAL, Case
 from tests.zoo.cases import CASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "what_works.md"
-WORDS = {True: "as Lightning", False: "refused"}
+HEAD = "| | by both engines | one after another; refused as a stack | refused |\n|---|---|---|---|\n"
 
 
-def row(case: Case) -> str:
-    name = case.name.replace("*args", "`*args`").replace("|", "\\|")
-    note = ", in distribution" if case.noisy else ", to half precision" if case.tolerance > 1e-3 else ""
-    vectorized = WORDS[case.vectorized == EQUAL] + (note if case.vectorized == EQUAL else "")
-    return f"| {name} | {WORDS[case.sequential == EQUAL]} | {vectorized} |"
+def shown(case: Case) -> str:
+    note = " (in distribution)" if case.noisy else " (to half precision)" if case.tolerance > 1e-3 else ""
+    return case.name.replace("*args", "`*args`").replace("|", "\\|") + note * (case.vectorized == EQUAL)
 
 
 def page() -> str:
-    """Return the page: what stands in it before the tables, and the tables."""
-    parts = [PAGE.read_text().partition("## Optimizers of torch\n")[0]]
+    """Return the page: what stands in it before the table, and the table."""
+    text = PAGE.read_text().partition(HEAD)[0] + HEAD
     for group, cases in groupby(CASES, key=lambda case: case.group):
-        rows = "\n".join(row(case) for case in cases)
-        parts.append(f"## {group}\n\n| case | sequential | vectorized |\n|---|---|---|\n{rows}\n")
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+        columns = {column: [] for column in ((True, True), (True, False), (False, False))}
+        for case in cases:
+            columns[case.sequential == EQUAL, case.vectorized == EQUAL].append(shown(case))
+        text += f"| {group} | {' | '.join(map('; '.join, columns.values()))} |\n"
+    return text
 
 
 if __name__ == "__main__":
