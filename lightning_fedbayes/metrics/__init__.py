@@ -5,6 +5,7 @@ samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchm
 """
 
 from lightning_fedbayes.metrics import functional as functional
+from lightning_fedbayes.metrics.functional import RetainedCurve as RetainedCurve
 from lightning_fedbayes.metrics.scores import AdaptiveCalibrationError as AdaptiveCalibrationError
 from lightning_fedbayes.metrics.scores import BrierScore as BrierScore
 from lightning_fedbayes.metrics.scores import CalibrationDiagram as CalibrationDiagram
@@ -20,4 +21,3 @@ from lightning_fedbayes.metrics.uncertainty import KwonAleatoric as KwonAleatori
 from lightning_fedbayes.metrics.uncertainty import KwonEpistemic as KwonEpistemic
 from lightning_fedbayes.metrics.uncertainty import MutualInformation as MutualInformation
 from lightning_fedbayes.metrics.uncertainty import PredictiveEntropy as PredictiveEntropy
-from lightning_fedbayes.metrics.uncertainty import RetainedCurve as RetainedCurve

@@ -1,6 +1,6 @@
 """Uncertainty of a classifier's predictions: means, and what they are worth."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -45,14 +45,6 @@ class MutualInformation(ExampleMean):
         self.add(measures.mutual_information(probs))
 
 
-class RetainedCurve(NamedTuple):
-    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each. Area, a scalar: 1 − AURC."""
-
-    fraction: Tensor
-    accuracy: Tensor
-    area: Tensor
-
-
 class AccuracyRetained(HitCounts):
     """Accuracy against the fraction retained when the most uncertain examples are discarded, over all batches.
 
@@ -87,8 +79,6 @@ class AccuracyRetained(HitCounts):
         cell = (uncertainty.detach().float().clamp(0, 1).sqrt() * self.resolution).long()
         self.add(*sum_by_index(cell.clamp_max(self.resolution - 1), self.resolution, correct.long()))
 
-    def compute(self) -> RetainedCurve:
+    def compute(self) -> measures.RetainedCurve:
         """Return the curve and its area so far. Log the ``area``."""
-        groups = self.counts.cpu().double(), self.hits.cpu().double()
-        values = (*measures.curve_of_groups(*groups), measures.area_of_groups(*groups))
-        return RetainedCurve(*(value.float().to(self.device) for value in values))
+        return measures.retained_of_groups(self.counts.cpu().double(), self.hits.cpu().double(), self.device)

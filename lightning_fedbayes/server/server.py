@@ -257,7 +257,8 @@ class Server:
             own = [replace(each, error=each.error and sendable(each.error)) for each in own]
         admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
         outcomes, everyone, notes, refused, count = [], [], [], {}, 0
-        for heard, known, said in self.collective.all_gather((own, admitted, note)):
+        mine = own, admitted, note
+        for heard, known, said in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
             outcomes += heard
             everyone.append(known)
             notes.append(said)

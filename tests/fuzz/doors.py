@@ -662,10 +662,7 @@ DOORS = {
         functional.interval_coverage, mean=torch.zeros(2), variance=torch.ones(2), target=torch.ones(2), level=0.9
     ),
     "determinant_sharpness": door(functional.determinant_sharpness, covariance=torch.eye(2)),
-    **{
-        name: door(getattr(functional, name), correct=TARGET == 0, uncertainty=torch.tensor([0.1, 0.2]))
-        for name in ("accuracy_retained_area", "accuracy_retained_curve")
-    },
+    "accuracy_retained": door(functional.accuracy_retained, correct=TARGET == 0, uncertainty=torch.tensor([0.1, 0.2])),
     "weighted_accuracy": door(functional.weighted_accuracy, accuracies=[0.5, 1.0], weights=[1, 2]),
     "worst_fraction_accuracy": door(functional.worst_fraction_accuracy, accuracies=[0.5, 1.0], fraction=0.5),
 }

@@ -34,10 +34,6 @@ def client_accuracies(probs, target, client):
     return torch.stack([(probs.argmax(1) == target)[client == k].float().mean() for k in range(3)])
 
 
-def retained(correct, uncertainty):
-    return (*F.accuracy_retained_curve(correct, uncertainty), F.accuracy_retained_area(correct, uncertainty))
-
-
 EVENT = torch.rand(BATCH, generator=generator) < 0.5
 RISK, TIME = torch.randint(8, (2, BATCH), generator=generator).float()
 KEEPING = {
@@ -70,7 +66,7 @@ CASES = {
         (MEAN_PROBS, TARGET),
         lambda *a: F.calibration_diagram(*a, bins=10),
     ),
-    "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), retained),
+    "retained": (lambda: M.AccuracyRetained(1_000_000), (CORRECT, ENTROPY), F.accuracy_retained),
 }
 every_metric = pytest.mark.parametrize(
     ("build", "inputs", "function"), [*CASES.values(), *KEEPING.values()], ids=[*CASES, *KEEPING]
@@ -120,7 +116,7 @@ def test_default_resolutions_are_close_to_the_exact_values():
     correct, tiny = probs.argmax(1) == target, 1e-4 * F.predictive_entropy(probs.unsqueeze(0))
     metric = M.AccuracyRetained()
     metric.update(correct, tiny)
-    assert metric.compute().area.item() == pytest.approx(F.accuracy_retained_area(correct, tiny).item(), abs=5e-3)
+    assert metric.compute().area.item() == pytest.approx(F.accuracy_retained(correct, tiny).area.item(), abs=5e-3)
 
 
 def test_one_client_number_for_a_whole_batch_and_clients_without_data():

@@ -15,7 +15,6 @@ from lightning_fedbayes.core import errors, plots
 from lightning_fedbayes.core.errors import LARGEST, PartitionError, is_whole, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.core.tables import html_table
 
 Array = NDArray[Any]
 LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
@@ -69,10 +68,6 @@ class Split:
         classes = f" of {len(self.classes)} classes" if self.classes else ""
         sizes = f"{min(self.sizes):,} to {max(self.sizes):,} per client"
         return f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {sizes})"
-
-    def _repr_html_(self) -> str:
-        head, *rows = self._table()
-        return html_table(head, rows)
 
     def __str__(self) -> str:
         table = self._table()

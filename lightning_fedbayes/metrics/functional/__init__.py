@@ -17,8 +17,8 @@ from lightning_fedbayes.metrics.functional.scores import interval_coverage as in
 from lightning_fedbayes.metrics.functional.scores import negative_log_likelihood as negative_log_likelihood
 from lightning_fedbayes.metrics.functional.scores import weighted_accuracy as weighted_accuracy
 from lightning_fedbayes.metrics.functional.scores import worst_fraction_accuracy as worst_fraction_accuracy
-from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_area as accuracy_retained_area
-from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained_curve as accuracy_retained_curve
+from lightning_fedbayes.metrics.functional.uncertainty import RetainedCurve as RetainedCurve
+from lightning_fedbayes.metrics.functional.uncertainty import accuracy_retained as accuracy_retained
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_aleatoric as kwon_aleatoric
 from lightning_fedbayes.metrics.functional.uncertainty import kwon_epistemic as kwon_epistemic
 from lightning_fedbayes.metrics.functional.uncertainty import mutual_information as mutual_information

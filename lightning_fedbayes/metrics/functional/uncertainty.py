@@ -5,7 +5,9 @@ aleatoric part (noise in the label) and an epistemic part (disagreement of the p
 """
 
 import math
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.special import digamma, entr
 
@@ -64,56 +66,49 @@ def kwon_epistemic(probs: Tensor) -> Tensor:
     return (probs - probs.mean(0)).square().sum(-1).mean(0)
 
 
-def accuracy_retained_curve(correct: Tensor, uncertainty: Tensor) -> tuple[Tensor, Tensor]:
-    """Accuracy of the least uncertain examples against the fraction of examples that is retained.
+class RetainedCurve(NamedTuple):
+    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each. Area, a scalar: 1 − AURC."""
+
+    fraction: Tensor
+    accuracy: Tensor
+    area: Tensor
+
+
+def accuracy_retained(correct: Tensor, uncertainty: Tensor) -> RetainedCurve:
+    r"""Accuracy of the least uncertain examples against the fraction retained; :math:`\frac1N \sum_n \mathrm{acc}(n)`.
 
     The most uncertain examples are discarded first, equally uncertain ones together. A useful uncertainty gives a curve
-    that falls from 1 to the plain accuracy, a useless one a level line.
+    that falls from 1 to the plain accuracy, a useless one a level line. acc(n) is the accuracy of the n least uncertain
+    examples, among equally uncertain ones its expectation over a random choice. Use its mean, the area, to compare
+    measures of uncertainty of one model. Between models it also rewards plain accuracy.
 
     Args:
         correct: true where the example was classified correctly, shape (batch,).
         uncertainty: any measure of uncertainty, shape (batch,).
 
-    Returns: fractions retained (ascending, the last is 1) and accuracies, one entry per distinct uncertainty.
-    Source: Filos et al. (2019); [FBDL] Figs. 2, 4, 6 and 7.
+    Returns: one point of the curve per distinct uncertainty.
+    Source: Filos et al. (2019); [FBDL] Figs. 2, 4, 6 and 7. Geifman, Uziel and El-Yaniv (2019) for the area.
 
-    >>> accuracy_retained_curve(torch.tensor([1, 0, 1, 0]), torch.tensor([0.1, 0.5, 0.2, 0.5]))
+    >>> curve = accuracy_retained(torch.tensor([1, 0, 1, 0]), torch.tensor([0.1, 0.5, 0.2, 0.5]))
+    >>> curve.fraction, curve.accuracy
     (tensor([0.2500, 0.5000, 1.0000]), tensor([1.0000, 1.0000, 0.5000]))
-    """
-    utilities.check_vectors(correct=correct, uncertainty=uncertainty)
-    fractions, accuracy = curve_of_groups(*utilities.sum_by_value(uncertainty, correct))
-    return fractions.float().to(correct.device), accuracy.float().to(correct.device)
-
-
-def accuracy_retained_area(correct: Tensor, uncertainty: Tensor) -> Tensor:
-    r"""Mean accuracy over all retained numbers, :math:`\frac1N \sum_{n=1}^N \mathrm{acc}(n)`: 1 − AURC, a scalar.
-
-    acc(n) is the accuracy of the n least uncertain examples, among equally uncertain ones its expectation over a random
-    choice. Use it to compare measures of uncertainty of one model. Between models it also rewards plain accuracy.
-    Arguments as for :func:`accuracy_retained_curve`.
-    Source: Geifman, Uziel and El-Yaniv (2019), the area under the risk–coverage curve.
-
-    >>> accuracy_retained_area(torch.tensor([1, 0]), torch.tensor([0.1, 0.5]))  # (1 + 1/2) / 2
+    >>> accuracy_retained(torch.tensor([1, 0]), torch.tensor([0.1, 0.5])).area  # (1 + 1/2) / 2
     tensor(0.7500)
     """
     utilities.check_vectors(correct=correct, uncertainty=uncertainty)
-    return area_of_groups(*utilities.sum_by_value(uncertainty, correct)).float().to(correct.device)
+    return retained_of_groups(*utilities.sum_by_value(uncertainty, correct), correct.device)
 
 
-def curve_of_groups(counts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fractions and accuracies at the ends of groups of equally uncertain examples, float64, certain first."""
-    counts, hits = counts[counts > 0], hits[counts > 0]
-    return counts.cumsum(0) / counts.sum(), hits.cumsum(0) / counts.cumsum(0)
-
-
-def area_of_groups(counts: Tensor, hits: Tensor) -> Tensor:
-    """Return the mean of acc(n) over n = 1..N, for the groups of :func:`curve_of_groups`.
+def retained_of_groups(counts: Tensor, hits: Tensor, device: torch.device) -> RetainedCurve:
+    """Return the curve of groups of equally uncertain examples, (groups,), float64 on the CPU, certain first.
 
     Within a group of accuracy a that starts after n₀ examples with c₀ correct, acc(n) = a + (c₀ − n₀a)/n. The sum of
     1/n over the group is a difference of digamma functions.
     """
     counts, hits = counts[counts > 0], hits[counts > 0]
-    before, hits_before = counts.cumsum(0) - counts, hits.cumsum(0) - hits
+    ends, hits_there = counts.cumsum(0), hits.cumsum(0)
+    before, hits_before = ends - counts, hits_there - hits
     accuracy = hits / counts
-    harmonic = digamma(before + counts + 1) - digamma(before + 1)
-    return (counts * accuracy + (hits_before - before * accuracy) * harmonic).sum() / counts.sum()
+    harmonic = digamma(ends + 1) - digamma(before + 1)
+    area = (counts * accuracy + (hits_before - before * accuracy) * harmonic).sum() / counts.sum()
+    return RetainedCurve(*(each.float().to(device) for each in (ends / counts.sum(), hits_there / ends, area)))

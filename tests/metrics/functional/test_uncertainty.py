@@ -77,11 +77,9 @@ def test_accuracy_retained_does_not_depend_on_the_order_of_ties(examples, shuffl
     correct, uncertainty = map(torch.tensor, zip(*examples))
     shuffler.shuffle(examples)
     again = tuple(map(torch.tensor, zip(*examples)))
-    curve = F.accuracy_retained_curve(correct, uncertainty)
-    assert all(torch.equal(a, b) for a, b in zip(curve, F.accuracy_retained_curve(*again)))
-    area = F.accuracy_retained_area(correct, uncertainty)
-    assert torch.allclose(area, F.accuracy_retained_area(*again))
-    assert area.item() == pytest.approx(brute_force_area(correct, uncertainty).item(), abs=1e-6)
+    curve = F.accuracy_retained(correct, uncertainty)
+    assert all(torch.equal(a, b) for a, b in zip(curve, F.accuracy_retained(*again)))
+    assert curve.area.item() == pytest.approx(brute_force_area(correct, uncertainty).item(), abs=1e-6)
     assert curve[0][-1] == 1
     assert curve[1][-1].item() == pytest.approx(correct.float().mean().item())
 
@@ -90,6 +88,6 @@ test_errors_name_the_shape_and_the_remedy = refusals(
     FedBayesError,
     (lambda: F.predictive_entropy(torch.full((3, 2), 0.5)), r"\(3, 2\).*\(samples, batch, classes\).*unsqueeze"),
     (lambda: F.mutual_information(torch.ones(4, 3, 1)), "at least 2 classes"),
-    (lambda: F.accuracy_retained_curve(torch.ones(3), torch.ones(2)), "uncertainty"),
-    (lambda: F.accuracy_retained_area(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
+    (lambda: F.accuracy_retained(torch.ones(3), torch.ones(2)), "uncertainty"),
+    (lambda: F.accuracy_retained(torch.ones(3, 1), torch.ones(3, 1)), "a vector"),
 )
