@@ -150,7 +150,8 @@ def cross_entropy(
     if x.dtype not in FULL:
         return None
     with private_torch.outside_vmap():
-        loss = mean_cross_entropy(x, y, ignore_index)
+        losses = F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=ignore_index, reduction="none")
+        loss = losses.view(y.shape).sum(1) / (y != ignore_index).sum(1)
     return private_torch.to_client_view(loss, mode.level)
 
 
@@ -266,60 +267,6 @@ def kl_sum(
             mean, sigma = mean.float(), sigma.float()
         joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std)
     return private_torch.to_client_view(joint, mode.level)
-
-
-class CrossEntropy(torch.autograd.Function):
-    r"""The cross-entropy of every example, with its closed-form gradient.
-
-    .. math:: L = \log \sum_c e^{z_c} - z_y, \qquad \frac{\partial L}{\partial z_c} = p_c - [c = y],
-              \qquad p = \mathrm{softmax}(z)
-
-    For ten classes it takes half the time of torch's loss. The backward pass can be differentiated again. Use it only
-    outside of transforms of ``torch.func``. It returns L, shape (\*), and p, shape (\*, classes), for logits z of
-    shape (\*, classes) and labels y of shape (\*).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses, and the probabilities that their gradient needs."""
-        labels = labels.unsqueeze(-1)
-        largest = logits.amax(-1, keepdim=True)
-        probabilities = (logits - largest).exp_()
-        total = probabilities.sum(-1, keepdim=True)
-        losses = (total.log().add_(largest)).sub_(logits.gather(-1, labels)).squeeze(-1)
-        probabilities.div_(total)
-        ctx.save_for_backward(probabilities, labels)
-        ctx.set_materialize_grads(False)
-        return losses, probabilities
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore
-        """Return the gradient of the logits."""
-        probabilities, labels = ctx.saved_tensors
-        of_losses, of_probabilities = gradients
-        total: Tensor | None = None
-        if of_losses is not None:
-            scale = of_losses.unsqueeze(-1)
-            total = (probabilities * scale).scatter_add(-1, labels, -scale)
-        if of_probabilities is not None:
-            weighted = probabilities * of_probabilities
-            own = weighted - probabilities * weighted.sum(-1, keepdim=True)
-            total = own if total is None else total + own
-        return total, None
-
-
-def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Return each client's mean cross-entropy over labels that are not ``ignored``, or NaN if there is none."""
-    if labels.is_cpu and ignored < 0:  # on a GPU the error would come too late
-        try:
-            losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]
-        except (IndexError, RuntimeError):
-            pass  # a label is not a class, such as the ignored one
-        else:
-            return losses.mean(1)
-    counts = labels != ignored
-    losses, _ = CrossEntropy.apply(logits, labels.where(counts, 0))  # pyright: ignore[reportGeneralTypeIssues]
-    return losses.where(counts, 0.0).sum(1) / counts.sum(1)
 
 
 StackedOperations.replacements = {
