@@ -1,6 +1,6 @@
 """Operations that most training steps use, written for a stack: they take half the calls that vmap makes of them.
 
-Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence, and what vmap
+Linear and recurrent layers, the cross-entropy, draws of Gaussian parameters and their KL divergence, and what vmap
 refuses although it has a meaning for a stack.
 """
 
@@ -22,7 +22,7 @@ from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
-"""Types of numbers for which losses and recurrent layers are written out here."""
+"""Types of numbers for which the cross-entropy and recurrent layers are written out here."""
 
 
 class StackedOperations(TorchFunctionMode):
@@ -155,26 +155,6 @@ def cross_entropy(
     return private_torch.to_client_view(loss, mode.level)
 
 
-def mse_loss(
-    mode: StackedOperations,
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-) -> Tensor | None:
-    """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype, or None for anything else."""
-    plain = weight is None and size_average is None and reduce is None and reduction == "mean"
-    x, y = private_torch.stack_of(input, mode.level), private_torch.stack_of(target, mode.level)
-    if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
-        return None
-    with private_torch.outside_vmap():
-        errors = (x - y).reshape(len(x), -1)
-        loss = (errors * errors).mean(1)
-    return private_torch.to_client_view(loss, mode.level)
-
-
 def std(mode: StackedOperations, rho: Tensor) -> Tensor | None:
     """:func:`~lightning_fedbayes.layers.functional.softplus_std` of every client, or None if they share ρ."""
     sigma = std_stack(mode, rho)
@@ -275,7 +255,6 @@ StackedOperations.replacements = {
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
     F.linear: linear,
     F.cross_entropy: cross_entropy,
-    F.mse_loss: mse_loss,
     torch.gru: recurrence(recurrent.gru_step),
     torch.rnn_tanh: recurrence(recurrent.tanh_step),
     torch.rnn_relu: recurrence(recurrent.relu_step),

@@ -170,26 +170,11 @@ def test_cross_entropy(monkeypatch):
     assert not any(applied)
 
 
-def test_squared_error(monkeypatch):
-    applied = spy(monkeypatch, F.mse_loss)
-    for shape in ((), (5,), (1, 1), (5, 2)):
-        outputs, targets = torch.randn(CLIENTS, *shape), torch.randn(CLIENTS, *shape)
-        assert_agree(lambda x, y: F.mse_loss(x, y), outputs, targets)
-    assert_agree(lambda x, y: nn.MSELoss()(x, y), outputs, targets)
-    assert applied == [True] * 5
-    shared = targets[0]
-    assert_agree(lambda x: F.mse_loss(x, shared), outputs)
-    assert_agree(lambda x, y: F.mse_loss(x, y, reduction="sum"), outputs, targets)
-    assert_agree(lambda x, y: F.mse_loss(x, y, reduction="none"), outputs, targets)
-    assert not any(applied[5:])
-
-
 def test_half_precision_keeps_its_dtype():
     logits, labels = torch.randn(CLIENTS, 7, 3, dtype=torch.bfloat16), torch.randint(0, 3, (CLIENTS, 7))
     with vmap_level(CLIENTS) as level, operations_for(level):
         views = to_client_view(logits, level)
         assert F.cross_entropy(views, to_client_view(labels, level)).dtype == torch.bfloat16
-        assert F.mse_loss(views, views).dtype == torch.bfloat16
 
 
 class Network(nn.Module):
