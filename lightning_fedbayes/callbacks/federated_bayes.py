@@ -254,7 +254,7 @@ class FederatedBayes(TrainsClients):
         with self._mistakes():
             checks.check_schedulers(trainer)
         if self._loader is None:
-            self._loop.setup_data()
+            trainer.fit_loop.setup_data()
 
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """Return the federation's loader for the user's training ``loader``."""

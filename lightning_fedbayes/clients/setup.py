@@ -28,12 +28,8 @@ from lightning_fedbayes.server.plan import choose_cohort
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
 """Floating-point operations of a client's step up to which stacking pays, by type of device: it saves calls."""
 LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 30e9}, 0.9
-"""The same for a network with this share of frozen parameters, as under adapters.
-
-A stack takes one product of the frozen parameters with all clients' examples. Rounds of adapters of MiniLM's shape with
-batches of 8 × 8 words (2.7 billion operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as
-fast, with 8 × 32 words 0.9 times (``python -m benchmarks.engine.adapters``). The limit for GPUs is not measured.
-"""
+"""The same for a network with this share of frozen parameters, as under adapters, of which a stack takes one product
+with all clients' examples (``python -m benchmarks.engine.adapters``; the limit for GPUs is not measured)."""
 
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 """Memory for a stack of clients, by type of device. It is fixed, so that the number of clients in a stack, on which the

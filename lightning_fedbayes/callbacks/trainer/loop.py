@@ -94,12 +94,10 @@ class FitLoop:
         class Federated(plain):
             @property
             def max_epochs(self) -> int | None:
-                """The rounds of the federation."""
                 return loop.told[0] if loop.told and loop.told[0] else super().max_epochs
 
             @property
             def estimated_stepping_batches(self) -> int | float:
-                """The optimizer's steps of one client in all rounds."""
                 if self.train_dataloader is None:
                     self.fit_loop.setup_data()
                 loader, rounds = self.train_dataloader, self.max_epochs
@@ -139,10 +137,6 @@ class FitLoop:
                 filters.remove(mine)
 
         self._undo.callback(forget)
-
-    def setup_data(self) -> None:
-        """Let the Trainer ask for its training loader now."""
-        self._fit.setup_data()
 
     @property
     def limits(self) -> dict[str, Any]:
