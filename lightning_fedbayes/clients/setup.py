@@ -130,8 +130,8 @@ def make_engine(
     most :data:`LARGEST_STEP`. Raise CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
-    keeps = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
-    options: dict[str, Any] = {"method": settings.method, "seed": settings.seed, "writes": writes, **keeps}
+    options: dict[str, Any] = {"method": settings.method, "seed": settings.seed, "writes": writes}
+    options |= {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
     options["folder"] = settings.kept.folder
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
@@ -142,7 +142,7 @@ def make_engine(
         cohort = cohort[: settings.schedule.together(len(sizes))[1]]  # so many start at once
     largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
     pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
-    device = context.device.type
+    device = "cpu" if context.device.type == "cpu" else "cuda"
     try:
         if name == "auto" and len(cohort) == 1:
             raise CannotVectorize("a round has one client")
@@ -154,14 +154,11 @@ def make_engine(
         if name == "auto" and context.is_coarse:
             raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         still, all_ = (sum(p.numel() for p in each.values()) for each in (model.frozen, model.parameters))
-        limits = LARGEST_SHARED_STEP if still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP
-        most = max(1, STACK_BYTES.get(device, STACK_BYTES["cuda"]) // max(probed.bytes_per_client, 1))
+        most = max(1, STACK_BYTES[device] // max(probed.bytes_per_client, 1))
         at_once = settings.engine if isinstance(settings.engine, int) else most
         together = min(at_once, len(cohort))
-        if name == "auto" and (
-            probed.flops > limits.get(device, limits["cuda"])
-            or (together == 1 and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]))
-        ):
+        limits = LARGEST_SHARED_STEP if together > 1 and still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP
+        if name == "auto" and probed.flops > limits[device]:
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
     except CannotVectorize as reason:
         if name == "vectorized":

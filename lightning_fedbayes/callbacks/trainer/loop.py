@@ -61,7 +61,8 @@ class FitLoop:
     """Data, length, steps, counters and checkpoints of a Trainer's fit loop. :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.trainer, self.module = trainer, module
+        self.trainer: Any = trainer  # its annotations leave some attributes out
+        self.module = module
         self._fit: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
         self._engine: Engine | None = None
@@ -141,14 +142,12 @@ class FitLoop:
     @property
     def limits(self) -> dict[str, Any]:
         """Most batches of each client, and most clients in a round: two with ``fast_dev_run``."""
-        made: Any = self.trainer
-        return {"limit": self._limit, "clients_in_a_round": 2 if made.fast_dev_run else None}
+        return {"limit": self._limit, "clients_in_a_round": 2 if self.trainer.fast_dev_run else None}
 
     @property
     def reloads_data(self) -> bool:
         """True if the Trainer asks for its loaders again during the fit."""
-        made: Any = self.trainer
-        return bool(made.reload_dataloaders_every_n_epochs)
+        return bool(self.trainer.reload_dataloaders_every_n_epochs)
 
     def set_length(self, num_batches: int) -> None:
         """Let the epoch that begins have ``num_batches``. Lightning itself would keep the first epoch's length."""
