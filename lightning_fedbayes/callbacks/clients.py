@@ -106,7 +106,7 @@ class ClientReport(Reader):
         scores, size = list[ClientScores](), evaluator.batch_size
         try:
             for name, dataset in zip(clients.names, clients.datasets, strict=True):
-                with self.personal.holding(self.personal.clients.names.index(name)) as posterior:
+                with self.personal.federation.holding(self.personal.clients.names.index(name)) as posterior:
                     predictor, own = evaluator.predictor(module, posterior), ClientDatasets({name: dataset})
                     scores.append(evaluate_clients(predictor, own, batch_size=size, collate_fn=evaluator.collate_fn))
         except FedBayesError:
