@@ -215,12 +215,7 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, self._asked, config)
 
     def _messages(
-        self,
-        kind: str,
-        server_round: int,
-        arrays: ArrayRecord,
-        nodes: dict[int, int],
-        config: Mapping[str, Any],
+        self, kind: str, server_round: int, arrays: ArrayRecord, nodes: dict[int, int], config: Mapping[str, Any]
     ) -> list[Message]:
         """Return a message for each client of ``nodes``, node → client, with ``config`` as further configuration."""
         messages = []
