@@ -43,7 +43,7 @@ PRIVATE = {
     "primitives": (
         "torch._C._functorch",
         (*PRIMITIVES, "is_functorch_wrapped_tensor"),
-        "engine='vectorized' cannot be used: torch lacks a private name of vmap .*\nsequential\n",
+        "engine='vectorized' cannot be used: torch lacks a private name of vmap, .*\nsequential\n",
     ),
     "pytree": (
         "torch.utils._pytree",

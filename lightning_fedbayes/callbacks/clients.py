@@ -1,6 +1,6 @@
 """Report of how well every client is served, to the logger."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import lightning as L
 import torch
@@ -14,9 +14,6 @@ from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.metrics.likelihoods import examples_in
-
-if TYPE_CHECKING:
-    from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
 
 
 class ClientReport(Reader):
@@ -49,7 +46,7 @@ class ClientReport(Reader):
 
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
-        self.personal: FederatedBayes | None = None
+        self.personal: Any = None
         self._is_silent = False
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
@@ -104,13 +101,12 @@ class ClientReport(Reader):
         self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> ClientScores | None:
         """Score every client by its last posterior. None if that does not fit the module's weights."""
-        assert self.personal is not None
         if not set(clients.names) <= set(self.personal.clients.names):
             return None
         scores, size = list[ClientScores](), evaluator.batch_size
         try:
             for name, dataset in zip(clients.names, clients.datasets, strict=True):
-                with self.personal.holding(self.personal.clients.names.index(name)) as posterior:
+                with self.personal.federation.holding(self.personal.clients.names.index(name)) as posterior:
                     predictor, own = evaluator.predictor(module, posterior), ClientDatasets({name: dataset})
                     scores.append(evaluate_clients(predictor, own, batch_size=size, collate_fn=evaluator.collate_fn))
         except FedBayesError:
@@ -125,9 +121,7 @@ class ClientReport(Reader):
                 log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
-def bring_reports(
-    trainer: L.Trainer, beside: L.Callback, personal: "FederatedBayes | None" = None
-) -> UncertaintyReport:
+def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: Any = None) -> UncertaintyReport:
     """Return the Trainer's :class:`UncertaintyReport`. Put it and a :class:`ClientReport` behind ``beside`` if new."""
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()

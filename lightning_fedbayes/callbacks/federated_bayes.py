@@ -170,19 +170,6 @@ class FederatedBayes(TrainsClients):
         """
         return self.federation.personal(client, weight)
 
-    @contextmanager
-    def holding(self, client: int) -> Iterator[GaussianPosterior]:
-        """Inside, the module predicts by client number ``client``'s last posterior, local parameters and buffers.
-
-        Raises FederationError if there is no federation, or the module does not hold its global model.
-        """
-        federation = self.federation
-        if federation.engine.model.has_changed():
-            why = "personal posteriors are those of the last round"
-            raise FederationError(f"the module holds another model than the federation's global one: {why}")
-        with federation.holding(client) as own:
-            yield own
-
     @property
     def history(self) -> list[dict[str, float]]:
         """One dict of figures per finished round, in order. Its "round" counts from 1."""
@@ -254,7 +241,7 @@ class FederatedBayes(TrainsClients):
         with self._mistakes():
             checks.check_schedulers(trainer)
         if self._loader is None:
-            self._loop.setup_data()
+            trainer.fit_loop.setup_data()
 
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """Return the federation's loader for the user's training ``loader``."""

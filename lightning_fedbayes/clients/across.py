@@ -125,11 +125,9 @@ class CrossScores:
 
         The threshold t depends on the number of clients, since the MAD of few is uncertain: with ``rate`` 0.05 it is
         about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. Among clients with independent effects
-        from one exponential distribution, some client is named with probability ``rate`` at most (half of it for
-        models, half for data, simulated once). The loss of a model exceeds the best one's by about a quadratic form of
-        the errors of its weights, which is exponential for two weights and closer to a normal for more. So the
-        probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10 clients), or the
-        clients' numbers of examples differ much.
+        from one exponential distribution, as the losses of models with two weights have it, some client is named with
+        probability ``rate`` at most (half of it for models, half for data, simulated once). With more weights it is
+        less, with a single one more (0.13 of 10 clients), and if the clients' numbers of examples differ much.
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
         the clients are equal, such as accuracies of few examples, or there are fewer than three clients, no other does.

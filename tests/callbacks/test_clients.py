@@ -48,7 +48,7 @@ def test_the_own_posteriors_of_clients_are_scored_on_their_data(options, tmp_pat
     made = federate(module, callback, 2, parts, batches(*sizes), logger=logger, callbacks=[report])
     before, held_out, own = parameters(module), clients(*sizes), []
     for number, (name, data) in enumerate(zip(held_out.names, held_out.datasets, strict=True)):
-        with callback.holding(number) as held:
+        with callback.federation.holding(number) as held:
             assert_equal(dict(held.mean), {name: fb.read_posterior(module).mean[name] for name in held.names})
             own.append(fb.evaluate_clients(module, fb.ClientDatasets({name: data}), batch_size=8).rows()[0])
     personal = report.scores["personal/val"]
@@ -68,7 +68,7 @@ def test_own_posteriors_of_the_users_own_module_and_of_another_model():
     expected = fb.evaluate_clients(own, fb.ClientDatasets({"c1": clients(9, 12).datasets[1]}), batch_size=8)
     assert report.scores["personal/val"].rows()[1] == expected.rows()[0]
     torch.nn.init.zeros_(module.net[0].weight)
-    with pytest.raises(FederationError, match="the module holds another model"), callback.holding(0):
+    with pytest.raises(FederationError, match="the module holds another model"), callback.federation.holding(0):
         pass
     tested = trainer(1, [report]).test(bayesian(), batches(9, 12), verbose=False)
     assert not any("personal" in name for name in tested[0])

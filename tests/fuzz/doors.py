@@ -472,7 +472,7 @@ DOORS = {
     "ScoreSketch.__add__": door(SKETCH.__add__, other=SKETCH),
     "evaluate_clients": door(fb.evaluate_clients, module=PREDICTIVE, clients=OWN, batch_size=4),
     "evaluate_across": door(
-        fb.evaluate_across, modules={"north": PREDICTIVE, "south": PREDICTIVE}, clients=OWN, figure="nll", batch_size=4
+        fb.evaluate_across, modules={"north": PREDICTIVE, "south": PREDICTIVE}, clients=OWN, batch_size=4
     ),
     "CrossScores": door(CrossScores, names=("a", "b"), values={"nll": torch.ones(2, 2)}),
     "CrossScores.others": door(ACROSS.others, figure="nll"),
@@ -489,7 +489,7 @@ DOORS = {
         batch_size=4,
     ),
     "ClientScores": door(ClientScores, names=("a", "b"), num_examples=(3, 4), values={"nll": torch.ones(2)}),
-    "ClientScores.mean": door(SCORES.mean, figure="nll", weighting="clients"),
+    "ClientScores.mean": door(SCORES.mean, figure="nll"),
     "ClientScores.worst": door(SCORES.worst, figure="nll", fraction=0.5),
     "ClientScores.spread": door(SCORES.spread, figure="nll"),
     "FederatedConformal": door(fb.FederatedConformal, per_client=True, bins=16, epsilon=1.0),

@@ -232,15 +232,16 @@ class FederatedConformal(CalibrationCallback):
             if self.kind == "interval":
                 ends = self.intervals(first, std[0], whose)
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
-                figures[name] = {"coverage": scoring.share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
+                size = {"width": float((ends[:, 1] - ends[:, 0]).mean())}
             else:
                 probs = mean_probs(first, self.temperature)
                 scoring.check_targets(targets, probs)
                 sets = self.sets(probs, whose)
                 inside = sets.gather(1, targets.unsqueeze(1)).squeeze(1)
-                figures[name] = {"coverage": scoring.share(inside), "set_size": float(sets.sum(1).double().mean())}
-            if self.per == "example":
-                figures[name]["coverage"] = scoring.share(scoring.by_example(inside.double(), counts, "amin"))
+                size = {"set_size": float(sets.sum(1).double().mean())}
+            covered = inside.double()
+            covered = scoring.by_example(covered, counts, "amin") if self.per == "example" else covered
+            figures[name] = {"coverage": float(covered.mean()), **size}
             sizes[name] = len(counts)
         return ClientScores.of(sizes, figures)
 

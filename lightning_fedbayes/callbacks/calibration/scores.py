@@ -350,8 +350,3 @@ def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
     index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
     found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
     return found[counts.to(values.device) > 0]
-
-
-def share(inside: Tensor) -> float:
-    """Return the share of True."""
-    return float(inside.double().mean())

@@ -61,7 +61,8 @@ class FitLoop:
     """Data, length, steps, counters and checkpoints of a Trainer's fit loop. :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.trainer, self.module = trainer, module
+        self.trainer: Any = trainer  # its annotations leave some attributes out
+        self.module = module
         self._fit: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
         self._engine: Engine | None = None
@@ -94,12 +95,10 @@ class FitLoop:
         class Federated(plain):
             @property
             def max_epochs(self) -> int | None:
-                """The rounds of the federation."""
                 return loop.told[0] if loop.told and loop.told[0] else super().max_epochs
 
             @property
             def estimated_stepping_batches(self) -> int | float:
-                """The optimizer's steps of one client in all rounds."""
                 if self.train_dataloader is None:
                     self.fit_loop.setup_data()
                 loader, rounds = self.train_dataloader, self.max_epochs
@@ -140,21 +139,15 @@ class FitLoop:
 
         self._undo.callback(forget)
 
-    def setup_data(self) -> None:
-        """Let the Trainer ask for its training loader now."""
-        self._fit.setup_data()
-
     @property
     def limits(self) -> dict[str, Any]:
         """Most batches of each client, and most clients in a round: two with ``fast_dev_run``."""
-        made: Any = self.trainer
-        return {"limit": self._limit, "clients_in_a_round": 2 if made.fast_dev_run else None}
+        return {"limit": self._limit, "clients_in_a_round": 2 if self.trainer.fast_dev_run else None}
 
     @property
     def reloads_data(self) -> bool:
         """True if the Trainer asks for its loaders again during the fit."""
-        made: Any = self.trainer
-        return bool(made.reload_dataloaders_every_n_epochs)
+        return bool(self.trainer.reload_dataloaders_every_n_epochs)
 
     def set_length(self, num_batches: int) -> None:
         """Let the epoch that begins have ``num_batches``. Lightning itself would keep the first epoch's length."""

@@ -1,6 +1,6 @@
 """Operations that most training steps use, written for a stack: they take half the calls that vmap makes of them.
 
-Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence, and what vmap
+Linear and recurrent layers, the cross-entropy, draws of Gaussian parameters and their KL divergence, and what vmap
 refuses although it has a meaning for a stack.
 """
 
@@ -22,7 +22,7 @@ from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
-"""Types of numbers for which losses and recurrent layers are written out here."""
+"""Types of numbers for which the cross-entropy and recurrent layers are written out here."""
 
 
 class StackedOperations(TorchFunctionMode):
@@ -150,27 +150,8 @@ def cross_entropy(
     if x.dtype not in FULL:
         return None
     with private_torch.outside_vmap():
-        loss = mean_cross_entropy(x, y, ignore_index)
-    return private_torch.to_client_view(loss, mode.level)
-
-
-def mse_loss(
-    mode: StackedOperations,
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-) -> Tensor | None:
-    """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype, or None for anything else."""
-    plain = weight is None and size_average is None and reduce is None and reduction == "mean"
-    x, y = private_torch.stack_of(input, mode.level), private_torch.stack_of(target, mode.level)
-    if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
-        return None
-    with private_torch.outside_vmap():
-        errors = (x - y).reshape(len(x), -1)
-        loss = (errors * errors).mean(1)
+        losses = F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=ignore_index, reduction="none")
+        loss = losses.view(y.shape).sum(1) / (y != ignore_index).sum(1)
     return private_torch.to_client_view(loss, mode.level)
 
 
@@ -268,67 +249,12 @@ def kl_sum(
     return private_torch.to_client_view(joint, mode.level)
 
 
-class CrossEntropy(torch.autograd.Function):
-    r"""The cross-entropy of every example, with its closed-form gradient.
-
-    .. math:: L = \log \sum_c e^{z_c} - z_y, \qquad \frac{\partial L}{\partial z_c} = p_c - [c = y],
-              \qquad p = \mathrm{softmax}(z)
-
-    For ten classes it takes half the time of torch's loss. The backward pass can be differentiated again. Use it only
-    outside of transforms of ``torch.func``. It returns L, shape (\*), and p, shape (\*, classes), for logits z of
-    shape (\*, classes) and labels y of shape (\*).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses, and the probabilities that their gradient needs."""
-        labels = labels.unsqueeze(-1)
-        largest = logits.amax(-1, keepdim=True)
-        probabilities = (logits - largest).exp_()
-        total = probabilities.sum(-1, keepdim=True)
-        losses = (total.log().add_(largest)).sub_(logits.gather(-1, labels)).squeeze(-1)
-        probabilities.div_(total)
-        ctx.save_for_backward(probabilities, labels)
-        ctx.set_materialize_grads(False)
-        return losses, probabilities
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore
-        """Return the gradient of the logits."""
-        probabilities, labels = ctx.saved_tensors
-        of_losses, of_probabilities = gradients
-        total: Tensor | None = None
-        if of_losses is not None:
-            scale = of_losses.unsqueeze(-1)
-            total = (probabilities * scale).scatter_add(-1, labels, -scale)
-        if of_probabilities is not None:
-            weighted = probabilities * of_probabilities
-            own = weighted - probabilities * weighted.sum(-1, keepdim=True)
-            total = own if total is None else total + own
-        return total, None
-
-
-def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Return each client's mean cross-entropy over labels that are not ``ignored``, or NaN if there is none."""
-    if labels.is_cpu and ignored < 0:  # on a GPU the error would come too late
-        try:
-            losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]
-        except (IndexError, RuntimeError):
-            pass  # a label is not a class, such as the ignored one
-        else:
-            return losses.mean(1)
-    counts = labels != ignored
-    losses, _ = CrossEntropy.apply(logits, labels.where(counts, 0))  # pyright: ignore[reportGeneralTypeIssues]
-    return losses.where(counts, 0.0).sum(1) / counts.sum(1)
-
-
 StackedOperations.replacements = {
     F.embedding: embedding,
     Tensor.__bool__: truth,
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
     F.linear: linear,
     F.cross_entropy: cross_entropy,
-    F.mse_loss: mse_loss,
     torch.gru: recurrence(recurrent.gru_step),
     torch.rnn_tanh: recurrence(recurrent.tanh_step),
     torch.rnn_relu: recurrence(recurrent.relu_step),

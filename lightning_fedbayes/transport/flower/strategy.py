@@ -71,10 +71,9 @@ class Monitor:
 class FusionStrategy(Rounds, Strategy):
     """Fuses the posteriors of Flower's clients by any registered rule. The server's half of ``FederatedBayes``.
 
-    A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
-    another structure, of another round, or unreadable. A round with fewer valid updates than ``safeguards`` ask for, or
-    one that the rule cannot fuse, leaves the global posterior as it was. Clients are
-    :func:`~lightning_fedbayes.transport.flower.client_app`.
+    A client that raises, dies, or sends what cannot be used is left out of a round, and the server says why. A round
+    with fewer valid updates than ``safeguards`` ask for, or one that the rule cannot fuse, leaves the global posterior
+    as it was. Clients are :func:`~lightning_fedbayes.transport.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
     ends where an uninterrupted one does. With a ``schedule`` there are no rounds: free clients train, and as soon as
@@ -216,12 +215,7 @@ class FusionStrategy(Rounds, Strategy):
         return self._messages(MessageType.TRAIN, server_round, arrays, self._asked, config)
 
     def _messages(
-        self,
-        kind: str,
-        server_round: int,
-        arrays: ArrayRecord,
-        nodes: dict[int, int],
-        config: Mapping[str, Any],
+        self, kind: str, server_round: int, arrays: ArrayRecord, nodes: dict[int, int], config: Mapping[str, Any]
     ) -> list[Message]:
         """Return a message for each client of ``nodes``, node → client, with ``config`` as further configuration."""
         messages = []

@@ -327,7 +327,6 @@ test_bad_input_is_refused = refusals(
     FedBayesError,
     (lambda: class_scores(torch.zeros(2, 3), torch.tensor([0, 1])), "probs are no probabilities"),
     (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 2])), "targets run from 0 to 2"),
-    (lambda: class_scores(torch.full((2, 2), 0.5), torch.tensor([0, 1]), "lac", torch.Generator()), "to draw"),
     (lambda: interval_scores(torch.zeros(2), torch.zeros(2), torch.zeros(2)), "a std is not above 0"),
     (lambda: interval_scores(torch.zeros(2), torch.ones(2, 1), torch.zeros(2)), "shapes differ"),
     (lambda: ScoreSketch.of(torch.tensor([1.5])), r"not all finite and in \[0, 1\]"),

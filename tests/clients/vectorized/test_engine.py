@@ -15,7 +15,6 @@ from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.probe import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
-from lightning_fedbayes.clients.vectorized.stack import empty_with_layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.loading import FailedBatch
@@ -85,23 +84,6 @@ def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_
     assert_equal(seen[0][1], start)
     assert_equal(seen[-1][1], next(p for epoch, p in seen if epoch == 1))
     assert "log" not in vars(module)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 1, 3)])
-def test_a_layout_is_made_as_it_was_read(order):
-    inverse = sorted(range(4), key=lambda place: order[place])
-    tensor = torch.zeros([(2, 3, 4, 5)[d] for d in order]).permute(inverse)
-    assert tensor.shape == (2, 3, 4, 5)
-    assert layout_of(tensor) == order
-    made = empty_with_layout((7, 3, 4, 5), order, torch.zeros(1, dtype=torch.float64))
-    assert layout_of(made) == order
-    assert (made.shape, made.dtype) == ((7, 3, 4, 5), torch.float64)
-
-
-def test_a_tensor_with_gaps_or_mixed_clients_has_no_layout():
-    assert layout_of(torch.zeros(3, 2).t()) is None
-    assert layout_of(torch.zeros(2, 4)[:, :2]) is None
-    assert layout_of(torch.zeros(()).expand(2, 3)) is None
 
 
 def test_clipping_is_that_of_each_client_alone():
