@@ -143,21 +143,6 @@ def compared(rows: Rows) -> dict[str, str]:
     return {kind: each for kind, each in names.items() if each in rows}
 
 
-def brief(results: Results) -> str:
-    """Return the table of docs/benchmarks.md: metric and NLL, mean over clients, of a line for each federation."""
-    lines, heads = [], ("FedAvg", "local", "pooled", "chosen")
-    for name, rows in federations(results).items():
-        names = compared(rows)
-        if not set(heads) <= names.keys():
-            continue
-        clients = len(next(iter(rows["FedAvg"].values()))["nlls"])
-        own = [rows[names[kind]] for kind in heads]
-        cells = [f"{mean(each, 'metric'):.3f} / {mean(each, 'clients'):.3f}" for each in own]
-        lines.append([name, clients, kind_of(rows)[0], *cells, names["chosen"]])
-    titles = ["FedAvg", "each client alone", "pooled data", "chosen", "what was chosen"]
-    return markdown_table(["federation", "clients", "metric", *titles], lines)
-
-
 def summary(found: Mapping[str, Rows]) -> str:
     """Return, for each federation, the method that validation data choose beside FedAvg, local and pooled training."""
     lines = []

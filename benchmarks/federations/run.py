@@ -7,8 +7,8 @@
 DIR holds, in any folders below it: processed.*.data (UCI Heart Disease), brca.csv and train_test_split.csv (FLamby's
 Fed-TCGA-BRCA), hapt_int16.npz, exam.csv, contraception.csv, and FashionMNIST's files. A federation without its files is
 left out; those of scikit-learn need none. Each finished cell is one line of FOLDER/cells.jsonl, and no cell is run
-twice: a run that was killed goes on where it stopped. The tables are written into README.md and, in short, into
-docs/benchmarks.md, or with --out into FOLDER/tables.md.
+twice: a run that was killed goes on where it stopped. The tables are written into README.md, or with --out into
+FOLDER/tables.md.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from benchmarks import cells as study
 from benchmarks.federations import published
 from benchmarks.federations.data import FEDERATIONS, Federation, Task, from_csv
 from benchmarks.federations.methods import METHODS, result_of, tuned
-from benchmarks.federations.report import Results, brief, figures, tables
-from benchmarks.page import include, write
+from benchmarks.federations.report import Results, figures, tables
+from benchmarks.page import write
 from lightning_fedbayes.core.quiet import quietly
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 TUNING = -1
 """Seed that stands for the choice of the settings, which takes the data of seed 0."""
 Makers = dict[str, Callable[[Path, int], Federation]]
@@ -212,8 +211,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = tables(results)
     figures(results, options.out)
     write(text, options.out, HERE)
-    if options.out == HERE / "results":
-        include(ROOT / "docs" / "benchmarks.md", brief(results))
 
 
 if __name__ == "__main__":
