@@ -1,13 +1,16 @@
 """Docstrings open with an imperative or a noun; words mean one thing."""
 
 import ast
+import inspect
 import re
+from importlib import import_module
 from pathlib import Path
 
 import lightning_fedbayes
 
 PACKAGE = Path(lightning_fedbayes.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 QUESTIONS = ("What", "Whether", "How", "Who", "Whose", "Whom", "Which", "Where", "Why", "When")
 """Words that no docstring opens with."""
@@ -34,6 +37,18 @@ def test_docstrings_open_with_an_imperative_or_a_noun_and_retired_words_are_gone
         assert not wrong, path
         found = {match for pattern in RETIRED for match in re.findall(pattern, text)}
         assert not {match for match in found if "diagram" not in match or "also called" not in text}, path
+
+
+def test_public_methods_have_a_docstring_or_inherit_one():
+    for path in MODULES:
+        for kind in ast.parse(path.read_text()).body:
+            if not isinstance(kind, ast.ClassDef) or kind.name.startswith("_"):
+                continue
+            bare = [each.name for each in kind.body if isinstance(each, FUNCTIONS) and not ast.get_docstring(each)]
+            room = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            for name in (name for name in bare if not name.startswith("_")):
+                found = getattr(getattr(import_module(room), kind.name), name)
+                assert inspect.getdoc(found), (path, kind.name, name)
 
 
 MARKS = {

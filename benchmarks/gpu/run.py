@@ -28,9 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks import cells as study
+from benchmarks.networks import lenet, resnet20
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.modules import lenet, mlp, resnet20
+from lightning_fedbayes.modules import mlp
 
 BATCH, BATCHES, ROUNDS = 32, 4, 4
 """Examples of a batch, batches of a client, and timed rounds, of which the first warms up."""

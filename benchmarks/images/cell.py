@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lightning_fedbayes as fb
 from benchmarks.images.data import Digits, make_data
 from benchmarks.images.settings import Settings, called, parse_call
+from benchmarks.networks import lenet, resnet20
 from benchmarks.readers import ImageDataModule
 from lightning_fedbayes.core.errors import FederationError, nearest
 from lightning_fedbayes.data.partition import Partition
@@ -19,7 +20,7 @@ from lightning_fedbayes.fusion import FusionRule, SumRule
 from lightning_fedbayes.fusion.registry import get_rule
 from lightning_fedbayes.fusion.rule import Statistics, add
 from lightning_fedbayes.methods import Method, get_method
-from lightning_fedbayes.modules import lenet, mlp, resnet20
+from lightning_fedbayes.modules import mlp
 
 PARTITIONS = {
     "iid": fb.IIDPartition,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from benchmarks.networks import lenet, resnet20
 from lightning_fedbayes import layers
 from lightning_fedbayes.clients.learned import PathPosterior
 from lightning_fedbayes.core.tables import markdown_table
@@ -34,8 +35,7 @@ from lightning_fedbayes.layers import (
     read_posterior,
     with_mc_dropout,
 )
-from lightning_fedbayes.modules import PosteriorPredictive, sample_outputs
-from lightning_fedbayes.modules.networks import lenet, mlp, resnet20
+from lightning_fedbayes.modules import PosteriorPredictive, mlp, sample_outputs
 from lightning_fedbayes.modules.sources.curvature import SWAG, Curvature, KroneckerLaplace, Laplace
 from lightning_fedbayes.modules.sources.ivon import IVON
 

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import lightning_fedbayes as fb
+from benchmarks.networks import lenet
 from benchmarks.readers import read_images
 from lightning_fedbayes.core.tables import markdown_table
 from lightning_fedbayes.layers import mean_only
 from lightning_fedbayes.modules import mlp
-from lightning_fedbayes.modules.networks import lenet
 from lightning_fedbayes.modules.sources.ivon import IVON
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.networks import lenet
 from benchmarks.readers import ImageDataModule
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.metrics.functional import calibration_diagram, mutual_information, negative_log_likelihood
-from lightning_fedbayes.modules import lenet, mlp
+from lightning_fedbayes.modules import mlp
 
 CLIENTS, BATCH, STD = 10, 32, 0.05
 """The set-up of both data sets; STD is the initial σ."""

@@ -70,7 +70,7 @@ RATIOS = (0.25, 0.5, 1, 2, 4, 8, 16)
 class Problem(NamedTuple):
     """A data set and the sizes of its network."""
 
-    data: Callable[[], rounds.TensorDataModule]
+    data: Callable[[], rounds.SplitDataModule]
     sizes: tuple[int, ...]
 
     @property
@@ -252,7 +252,7 @@ def per_parameter(posterior: fb.GaussianPosterior, other: fb.GaussianPosterior) 
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-def described(chains: Tensor, data: rounds.TensorDataModule, sizes: Sequence[int]) -> dict[str, Any]:
+def described(chains: Tensor, data: rounds.SplitDataModule, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the predictive distribution of draws of NUTS on the examples held out, and their largest R-hat.
 
     Args:

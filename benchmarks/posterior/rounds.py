@@ -38,7 +38,7 @@ from benchmarks.page import include
 from benchmarks.readers import read_images, stratified_order
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.data.splits import TensorDataModule
+from lightning_fedbayes.data.splits import SplitDataModule
 from lightning_fedbayes.layers.functional import Estimator
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters, load_posterior
 from lightning_fedbayes.metrics.functional import mutual_information, negative_log_likelihood
@@ -111,11 +111,11 @@ class Cell(NamedTuple):
     estimator: Estimator = "flipout"
 
 
-class Table(TensorDataModule):
+class Table(SplitDataModule):
     """Standardised columns and classes; the validation part is the last of a random order with equal shares."""
 
     def __init__(self, inputs: np.ndarray, classes: np.ndarray, seed: int, held_out: float = 0.2) -> None:
-        super().__init__(BATCH, held_out, seed)
+        super().__init__(BATCH, seed, held_out)
         self._inputs, self._classes = torch.from_numpy(inputs).float(), torch.from_numpy(classes).long()
 
     def setup(self, stage: str | None = None) -> None:
@@ -151,7 +151,7 @@ def fashion(folder: Path | None, seed: int) -> Table:
 class Source(NamedTuple):
     """A data set: its module, from a folder and a seed, and the sizes of its network."""
 
-    data: Callable[[Path | None, int], TensorDataModule]
+    data: Callable[[Path | None, int], SplitDataModule]
     sizes: tuple[int, int]
 
 
@@ -291,7 +291,7 @@ def run(cell: Cell, folder: Path | None = None) -> dict[str, Any]:
 
 
 def with_best_widths(
-    module: fb.HybridBayesianClassifier, posterior: fb.GaussianPosterior, data: TensorDataModule
+    module: fb.HybridBayesianClassifier, posterior: fb.GaussianPosterior, data: SplitDataModule
 ) -> dict[str, float]:
     """Return the scores of the means of ``posterior`` with the σ that are best around them, trained on all examples."""
     load_posterior(module, posterior)

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.networks import lenet
 from benchmarks.readers import read_idx
 from lightning_fedbayes.callbacks.trainer import collective_of
 from lightning_fedbayes.core.quiet import quietly
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.modules import lenet
 
 CLIENTS, EXAMPLES, BATCH, RATE = 10, 500, 64, 0.05
 WARM_UP = 2

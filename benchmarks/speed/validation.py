@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.networks import lenet
 from lightning_fedbayes.core.tables import markdown_table
-from lightning_fedbayes.modules.networks import lenet
 
 CLIENTS, CLASSES = 10, 10
 

@@ -1,27 +1,19 @@
 """Report of how well every client is served, to the logger."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_fedbayes.callbacks.evaluator import Evaluator, Reader, callback_of, callbacks_of, evaluator_of
-from lightning_fedbayes.callbacks.loggers import log_figure, log_table
+from lightning_fedbayes.callbacks.loggers import log_table
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
-from lightning_fedbayes.clients.across import CrossScores
 from lightning_fedbayes.clients.evaluation import ClientScores, evaluate_clients, figures_of, has_predict_step
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.posterior import GaussianPosterior
-from lightning_fedbayes.core.tables import sample
 from lightning_fedbayes.data import ClientDatasets
 from lightning_fedbayes.metrics.likelihoods import examples_in
-
-if TYPE_CHECKING:
-    from lightning_fedbayes.callbacks.federated_bayes import FederatedBayes
-
-MOST_ACROSS = 24
-"""Most clients with models that are scored on each other's data: one pass over the data for each of them."""
 
 
 class ClientReport(Reader):
@@ -38,8 +30,7 @@ class ClientReport(Reader):
 
     If clients keep their posteriors and the parts of the data have the clients' names, "val/personal/nll" and the like,
     and the table "val/personal", score each client's personal posterior,
-    :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1. At the end of training each is scored on every
-    client's validation data: the table and the picture "val/across" (:class:`.CrossScores`), of at most 24 clients.
+    :meth:`~lightning_fedbayes.FederatedBayes.posterior_of` with λ = 1.
 
     The predictions are returned by ``validation_step`` (``test_step``), or by ``predict_step``. For another module a
     user gives this report or an :class:`~lightning_fedbayes.UncertaintyReport`: predictions are drawn from the global
@@ -48,7 +39,6 @@ class ClientReport(Reader):
     Attributes:
         scores: stage ("val" or "test") → the last :class:`.ClientScores`. "personal/val" and "personal/test" by the
             personal posteriors.
-        across: the last :class:`~lightning_fedbayes.clients.across.CrossScores`. None before the end of a training.
         personal: the federation, if its clients keep their posteriors. :class:`FederatedBayes` sets it.
     """
 
@@ -56,8 +46,7 @@ class ClientReport(Reader):
 
     def __init__(self) -> None:
         self.scores: dict[str, ClientScores] = {}
-        self.across: CrossScores | None = None
-        self.personal: FederatedBayes | None = None
+        self.personal: Any = None
         self._is_silent = False
 
     def asks(self, module: L.LightningModule, posterior: GaussianPosterior | None, *, has_clients: bool) -> bool:
@@ -80,23 +69,8 @@ class ClientReport(Reader):
             self._table(trainer, "val")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the table of the last validation, and each client's personal posterior on the data of all."""
+        """Log the table of the last validation."""
         self._table(trainer, "val")
-        evaluator = evaluator_of(trainer)
-        if self.personal is None or "personal/val" not in self.scores or not evaluator.has_clients(trainer, pl_module):
-            return
-        clients = getattr(evaluator.loaders[0], "dataset", None)
-        if isinstance(clients, ClientDatasets):
-            self.across = self._scores_across(evaluator, pl_module, clients)
-            evaluator.begin()
-        if self.across is not None:
-            named = ", ".join(f"{name} ({' and '.join(why)})" for name, why in self.across.outlying().items())
-            table = f"val/{evaluator.by('own')}across"
-            if named:
-                rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see {table}.")
-            if trainer.loggers:
-                log_table(trainer, table, *self.across.table(), trainer.current_epoch)
-                log_figure(trainer, table, self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Score and log. If that is impossible, say so once and go on."""
@@ -127,39 +101,18 @@ class ClientReport(Reader):
         self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
     ) -> ClientScores | None:
         """Score every client by its last posterior. None if that does not fit the module's weights."""
-        assert self.personal is not None
         if not set(clients.names) <= set(self.personal.clients.names):
             return None
+        scores, size = list[ClientScores](), evaluator.batch_size
         try:
-            scores = [
-                self._scores_of(evaluator, module, name, ClientDatasets({name: dataset}))
-                for name, dataset in zip(clients.names, clients.datasets, strict=True)
-            ]
+            for name, dataset in zip(clients.names, clients.datasets, strict=True):
+                with self.personal.federation.holding(self.personal.clients.names.index(name)) as posterior:
+                    predictor, own = evaluator.predictor(module, posterior), ClientDatasets({name: dataset})
+                    scores.append(evaluate_clients(predictor, own, batch_size=size, collate_fn=evaluator.collate_fn))
         except FedBayesError:
             return None
         values = {figure: torch.cat([each.values[figure] for each in scores]) for figure in scores[0].values}
         return ClientScores(tuple(clients.names), tuple(each.num_examples[0] for each in scores), values)
-
-    def _scores_of(
-        self, evaluator: Evaluator, module: L.LightningModule, client: str, data: ClientDatasets
-    ) -> ClientScores:
-        assert self.personal is not None
-        with self.personal.holding(self.personal.clients.names.index(client)) as posterior:
-            predictor, size = evaluator.predictor(module, posterior), evaluator.batch_size
-            return evaluate_clients(predictor, data, batch_size=size, collate_fn=evaluator.collate_fn)
-
-    def _scores_across(
-        self, evaluator: Evaluator, module: L.LightningModule, clients: ClientDatasets
-    ) -> CrossScores | None:
-        """Score every client's personal posterior on the data of all. None for one client, or if that is impossible."""
-        shown = sample(len(clients.names), MOST_ACROSS)
-        data = ClientDatasets({clients.names[each]: clients.datasets[each] for each in shown})
-        if len(shown) < 2:
-            return None
-        try:
-            return CrossScores.of({name: self._scores_of(evaluator, module, name, data) for name in data.names})
-        except FedBayesError:
-            return None
 
     def _table(self, trainer: L.Trainer, stage: str) -> None:
         by = evaluator_of(trainer).by
@@ -168,9 +121,7 @@ class ClientReport(Reader):
                 log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
-def bring_reports(
-    trainer: L.Trainer, beside: L.Callback, personal: "FederatedBayes | None" = None
-) -> UncertaintyReport:
+def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: Any = None) -> UncertaintyReport:
     """Return the Trainer's :class:`UncertaintyReport`. Put it and a :class:`ClientReport` behind ``beside`` if new."""
     callbacks, first = callbacks_of(trainer), callback_of(trainer, UncertaintyReport) or UncertaintyReport(None)
     second = callback_of(trainer, ClientReport) or ClientReport()

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.loggers import prepare_wandb
 from lightning_fedbayes.callbacks.report import FederationReport
-from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, checks, use_whole_checkpoints
+from lightning_fedbayes.callbacks.trainer import FitLoop, TrainsClients, checks, held_out_batches, use_whole_checkpoints
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
 from lightning_fedbayes.clients import FederatedLoader, Federation, federated_loader, make_federation, settings
 from lightning_fedbayes.clients.engine import Engine
@@ -51,8 +51,8 @@ class FederatedBayes(TrainsClients):
             :class:`~lightning_fedbayes.fusion.AutoFusion`, chooses a rule in every round on the validation data. None:
             "sites" for Bayesian layers, or IVON, with one normal prior, clients that keep no more than 1 GiB in memory,
             and no conflicting setting. Elsewhere "reverse_kl_barycenter", an average. A line says which, and why.
-        weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", their "_l2"
-            forms, or a function from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
+        weighting: how much each client counts: "equal", "train_size", "max_discrepancy", "distance", or a function
+            from a list of :class:`~lightning_fedbayes.server.weighting.ClientFacts` to weights.
         engine: "sequential": clients train one after another. "vectorized": they train at once, as one stack of
             networks, which is many times faster for small ones. "auto" takes "vectorized" where the module allows it
             and it is likely to be faster, and says why. A number: "vectorized", with at most so many clients in a
@@ -114,7 +114,7 @@ class FederatedBayes(TrainsClients):
         self._federation: Federation | None = None
         self._restored: dict[str, Any] | None = None  # by a checkpoint
         self._earlier: dict[str, Any] | None = None  # of the fit before
-        self._loader: FederatedLoader | None = None
+        self._loader: Any = None  # the FederatedLoader, once there is one
         self._plan: tuple[RoundPlan, Any] = RoundPlan(-1, ()), None  # and its loader
         self._reasons: list[str] | None = None
         self._report = FederationReport()
@@ -169,19 +169,6 @@ class FederatedBayes(TrainsClients):
         Raises FederationError: there is no such client, or clients keep neither posteriors nor local parameters.
         """
         return self.federation.personal(client, weight)
-
-    @contextmanager
-    def holding(self, client: int) -> Iterator[GaussianPosterior]:
-        """Inside, the module predicts by client number ``client``'s last posterior, local parameters and buffers.
-
-        Raises FederationError if there is no federation, or the module does not hold its global model.
-        """
-        federation = self.federation
-        if federation.engine.model.has_changed():
-            why = "personal posteriors are those of the last round"
-            raise FederationError(f"the module holds another model than the federation's global one: {why}")
-        with federation.holding(client) as own:
-            yield own
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -249,19 +236,15 @@ class FederatedBayes(TrainsClients):
         """Find mistakes before anything runs."""
         self._prepare(trainer)
 
-    def _prepare(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader]:
+    def _prepare(self, trainer: L.Trainer) -> None:
         """Check what can only be known once optimizers and loaders exist."""
-        assert self._loop is not None
         with self._mistakes():
             checks.check_schedulers(trainer)
         if self._loader is None:
-            self._loop.setup_data()
-        assert self._loader is not None
-        return self._loop, self._loader
+            trainer.fit_loop.setup_data()
 
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """Return the federation's loader for the user's training ``loader``."""
-        assert self._loop is not None
         before = self._loader
         if before is not None and not self._loop.reloads_data:
             return before
@@ -287,7 +270,7 @@ class FederatedBayes(TrainsClients):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the federation, and continue where a checkpoint or an earlier fit left off."""
-        loop, loader, federation = self._make(trainer)
+        federation, loop = self._make(trainer), self._loop
         if self._reasons is not None:
             raise _Checked
         loop.install(federation.engine, partial(self._begin_batch, trainer), self._end_batch)
@@ -295,16 +278,19 @@ class FederatedBayes(TrainsClients):
             loop.stop_together(lambda: federation.stage == "training")
         call_hook(pl_module, "on_federation_start")
         loop.guard_weights_only(self._between_rounds)
-        self._report.start(trainer, self.described(), loader.clients, federation.server.posterior, loader.statistics)
+        known = self._loader.clients, federation.server.posterior, self._loader.statistics
+        self._report.start(trainer, self.described(), *known)
 
-    def _make(self, trainer: L.Trainer) -> tuple[FitLoop, FederatedLoader, Federation]:
-        """Return the loop, the loader and a new federation, in the state of the checkpoint or the earlier fit."""
-        loop, loader = self._prepare(trainer)
+    def _make(self, trainer: L.Trainer) -> Federation:
+        """Return a new federation, in the state of the checkpoint or the earlier fit."""
+        self._prepare(trainer)
+        loop, loader = self._loop, self._loader
         if self.settings.fusion is not None and self.settings.method.auto is not None:
             with self._mistakes():
                 checks.check_held_out(trainer)
         earlier = self._restored or self._earlier
-        federation = make_federation(self.settings, loop.context(), loader, loop.collective, loop.held_out_batches)
+        held_out = partial(held_out_batches, trainer)
+        federation = make_federation(self.settings, loop.context(), loader, loop.collective, held_out)
         self._federation, self.settings = federation, federation.settings
         if earlier is not None:
             checks.check_same_federation(trainer, earlier["settings"], self.described())
@@ -316,15 +302,12 @@ class FederatedBayes(TrainsClients):
         else:
             federation.engine.states.begin()
         self._restored, self._earlier = None, None
-        return loop, loader, federation
+        return federation
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round: choose the cohort and plan its batches."""
-        loop, loader = self._loop, self._loader
-        assert loop is not None
-        assert loader is not None
-        loop.begin_round()
-        loop.set_length(self.federation.engine.num_batches(self._planned(trainer, loop, loader)))
+        self._loop.begin_round()
+        self._loop.set_length(self.federation.engine.num_batches(self._planned(trainer, self._loop, self._loader)))
 
     def _begin_batch(self, trainer: L.Trainer, batch_idx: int) -> None:
         """At the round's first batch begin it. At a client's first batch, give it the global posterior."""
@@ -343,7 +326,6 @@ class FederatedBayes(TrainsClients):
         for outcome in outcomes:
             self._report.client(outcome)
         if federation.is_complete:
-            assert self._loop is not None
             self._report.tell_failures(federation.round)  # here: finish raises if too many rounds have failed
             own = set(federation.share.cohort)
             several = self._loop.collective.size > 1
@@ -373,7 +355,6 @@ class FederatedBayes(TrainsClients):
         if self.federation.stage == "fused":
             log = self.federation.engine.log
             log.end_round()
-            assert self._loop is not None
             names: tuple[set[str], set[str]] = set(), set()
             if trainer.loggers:  # the module's training figures need it; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
@@ -402,7 +383,7 @@ class FederatedBayes(TrainsClients):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make a complete federation's clients available after its checkpoint, which trains no further."""
         if self._restored is not None:
-            self._make(trainer)[-1].engine.close()
+            self._make(trainer).engine.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round."""

@@ -66,7 +66,7 @@ class CrossScores:
                 )
 
     @classmethod
-    def of(cls, rows: Mapping[str, ClientScores], figure: str | None = None) -> "CrossScores":
+    def of(cls, rows: Mapping[str, ClientScores]) -> "CrossScores":
         """Return the table: name of each model's client → scores. Raise FedBayesError if figures or clients differ."""
         first = next(iter(rows.values()))
         for name, row in rows.items():
@@ -76,10 +76,8 @@ class CrossScores:
                     f"{next(iter(rows))} {list(first.values)} of {list(rows)}: score models of one task, each on the "
                     "data of all clients"
                 )
-        if figure is not None:
-            errors.check_choice("figure", figure, tuple(first.values), error=FedBayesError)
-        kept = first.values if figure is None else (figure,)
-        return cls(tuple(rows), {each: torch.stack([row.values[each] for row in rows.values()]) for each in kept})
+        figures = {name: torch.stack([row.values[name] for row in rows.values()]) for name in first.values}
+        return cls(tuple(rows), figures)
 
     def _of(self, figure: str | None) -> tuple[str, Tensor]:
         """Return a figure and its matrix in float64. For None the NLL, or else the first figure."""
@@ -127,11 +125,9 @@ class CrossScores:
 
         The threshold t depends on the number of clients, since the MAD of few is uncertain: with ``rate`` 0.05 it is
         about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. Among clients with independent effects
-        from one exponential distribution, some client is named with probability ``rate`` at most (half of it for
-        models, half for data, simulated once). The loss of a model exceeds the best one's by about a quadratic form of
-        the errors of its weights, which is exponential for two weights and closer to a normal for more. So the
-        probability is ``rate`` at most, unless the models have a single weight (then 0.13 of 10 clients), or the
-        clients' numbers of examples differ much.
+        from one exponential distribution, as the losses of models with two weights have it, some client is named with
+        probability ``rate`` at most (half of it for models, half for data, simulated once). With more weights it is
+        less, with a single one more (0.13 of 10 clients), and if the clients' numbers of examples differ much.
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
         the clients are equal, such as accuracies of few examples, or there are fewer than three clients, no other does.
@@ -206,9 +202,7 @@ class CrossScores:
         return cross_heatmap(values, self.names, figure, higher_is_better=sign_of(figure) > 0)
 
 
-def evaluate_across(
-    modules: Mapping[str, L.LightningModule], clients: ClientDatasets, *, figure: str | None = None, **options: Any
-) -> CrossScores:
+def evaluate_across(modules: Mapping[str, L.LightningModule], clients: ClientDatasets, **options: Any) -> CrossScores:
     """Score each client's model on the data of every client (cross-site evaluation).
 
     It takes as many passes over all data as there are clients. A client with a row or column that stands out has other
@@ -224,11 +218,10 @@ def evaluate_across(
 
     The diagonal equals :func:`~lightning_fedbayes.evaluate_clients` of the same modules. Use data that the models have
     not trained on, or the diagonal is too good. Raise FedBayesError if a client lacks examples or a module, a module
-    has no client, the predictions are not of this package, or the figure is unknown.
+    has no client, or the predictions are not of this package.
 
     Args:
         modules: name of a client → the module of its model, for each of ``clients``, and for no others.
-        figure: the only one to keep, such as "nll". None keeps all.
         clients, options: data and options of :func:`~lightning_fedbayes.evaluate_clients`.
     """
     errors.check_kind("modules", modules, Mapping, "give a dict, name of the client → module", error=FedBayesError)
@@ -237,7 +230,7 @@ def evaluate_across(
     if wrong:
         why = "give a module for each client that has data, and for no other"
         raise FedBayesError(f"modules and clients have different names, such as '{wrong[0]}': {why}")
-    return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names}, figure)
+    return CrossScores.of({name: evaluate_clients(modules[name], clients, **options) for name in clients.names})
 
 
 def _without_diagonal(values: Tensor) -> Tensor:

@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedbayes.clients.snapshot import fingerprint
 from lightning_fedbayes.clients.states import ClientState, OptimizerState, copied, is_equal, parameters_of
 from lightning_fedbayes.core.errors import FederationError
-from lightning_fedbayes.core.private_torch import version_if_any
 
 Change = Callable[[ClientState], ClientState]
 """Returns the state of a client as hooks have changed it."""
@@ -28,12 +27,12 @@ class Between:
     ) -> None:
         self._optimizers, self._only, self._fixed = optimizers, only, fixed
         self._kept = [{i: own for i, own in state.items() if own} for state in states]
-        self._versions: list[dict[tuple[int, str], tuple[Any, int | None]]] = []
+        self._prints: list[dict[tuple[int, str], Any]] = []
         for optimizer, kept in zip(optimizers, self._kept):
             parameters = parameters_of(optimizer)
             for i, own in kept.items():
                 optimizer.state[parameters[i]] = {name: copied(value) for name, value in own.items()}
-            self._versions.append({key: (value, _version(value)) for key, value in _entries(_state_of(optimizer))})
+            self._prints.append({key: fingerprint(value) for key, value in _entries(_state_of(optimizer))})
 
     def change(self) -> Change | None:
         """Return what hooks have changed since. None for nothing. Raise FederationError if it cannot be followed."""
@@ -62,10 +61,7 @@ class Between:
         """Return whether an optimizer has what is ``left``: by identity and version, which reading leaves, or value."""
         found, kept = dict(_entries(now)), dict(_entries(left))
         return found.keys() == kept.keys() and all(
-            self._versions[n][key] == (value, _version(value))
-            if value is self._versions[n][key][0]
-            else is_equal(value, kept[key])
-            for key, value in found.items()
+            fingerprint(value) == self._prints[n][key] or is_equal(value, kept[key]) for key, value in found.items()
         )
 
 
@@ -98,7 +94,3 @@ def _state_of(optimizer: Optimizer) -> OptimizerState:
 def _entries(state: OptimizerState) -> Iterator[tuple[tuple[int, str], Any]]:
     for i, own in state.items():
         yield from (((i, name), value) for name, value in own.items())
-
-
-def _version(value: Any) -> int | None:
-    return version_if_any(value) if isinstance(value, Tensor) else None

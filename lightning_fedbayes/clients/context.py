@@ -207,7 +207,7 @@ Sums = dict[str, tuple[Tensor | float, float]]
 """Name of a figure → its sum over examples, and the number of examples."""
 Collected = tuple[dict[int, Sums], dict[str, dict[str, Any]]]
 """The sums of each client, and the options of ``self.log`` for the mean of each figure."""
-SIGNATURE = inspect.signature(L.LightningModule.log)
+SIGNATURE, LOGGED = inspect.signature(L.LightningModule.log), ("prog_bar", "logger")
 
 
 class TrainingLog:
@@ -242,7 +242,7 @@ class TrainingLog:
             detached = value.detach() if isinstance(value, Tensor) else float(value)
             total, examples = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (total + detached * weight, examples + weight)
-            self._remember(name, kwargs)
+            self._options[name] = {key: kwargs[key] for key in LOGGED if key in kwargs}
         else:
             if self.is_shared and self.in_training_step():
                 self.check_local(name, SIGNATURE.bind(None, name, value, *args, **kwargs).arguments)
@@ -257,9 +257,6 @@ class TrainingLog:
                 "such figures only the mean over the round is gathered; give on_step=False, on_epoch=True, and log the "
                 "value of a step under another name"
             )
-
-    def _remember(self, name: str, options: Mapping[str, Any]) -> None:
-        self._options[name] = {key: options[key] for key in ("prog_bar", "logger") if key in options}
 
     def end_client(self, client: int) -> dict[str, float]:
         """Return the means of the client that has just trained. They count unless it is forgotten."""

@@ -88,12 +88,10 @@ class ClientScores:
         errors.check_choice("figure", figure, tuple(self.values), error=FedBayesError)
         return self.values[figure].double()
 
-    def mean(self, figure: str, weighting: str = "examples") -> float:
-        """Return the mean over all examples ("examples"), or over clients with equal weights ("clients")."""
-        errors.check_choice("weighting", weighting, ("examples", "clients"), error=FedBayesError)
+    def mean(self, figure: str) -> float:
+        """Return the mean over all examples."""
         values = self._of(figure)
-        counts = torch.tensor(self.num_examples if weighting == "examples" else [1] * len(self.names)).to(values)
-        return float(functional.weighted_accuracy(values, counts))
+        return float(functional.weighted_accuracy(values, torch.tensor(self.num_examples).to(values)))
 
     def worst(self, figure: str, fraction: float = 0.1) -> float:
         """Return the mean over the worst ⌈fraction·K⌉ clients: lowest accuracies and coverages, else highest."""

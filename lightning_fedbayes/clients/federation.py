@@ -328,8 +328,14 @@ class Federation:
 
     @contextmanager
     def holding(self, client: int) -> Iterator[GaussianPosterior]:
-        """Inside, the module predicts by the posterior that a client has trained last. Afterwards by the global one."""
+        """Inside, the module predicts by the posterior that a client has trained last. Afterwards by the global one.
+
+        Raises FederationError if the module does not hold the global model.
+        """
         model, module = self.engine.model, self.engine.model.module
+        if model.has_changed():
+            why = "personal posteriors are those of the last round"
+            raise FederationError(f"the module holds another model than the federation's global one: {why}")
         state = self._personal(client)
         with model.unchanged(), kept_attributes(module, "global_round"):
             own = state.personal(self.server.posterior, 1.0)

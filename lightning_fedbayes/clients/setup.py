@@ -28,20 +28,8 @@ from lightning_fedbayes.server.plan import choose_cohort
 LARGEST_STEP = {"cpu": 30e6, "cuda": 30e9}
 """Floating-point operations of a client's step up to which stacking pays, by type of device: it saves calls."""
 LARGEST_SHARED_STEP, MOSTLY_FROZEN = {"cpu": 3e9, "cuda": 30e9}, 0.9
-"""The same for a network with this share of frozen parameters, as under adapters.
-
-A stack takes one product of the frozen parameters with all clients' examples. Rounds of adapters of MiniLM's shape with
-batches of 8 × 8 words (2.7 billion operations) were 1.2 times as fast for 4 and for 10 clients, with 8 × 16 words as
-fast, with 8 × 32 words 0.9 times (``python -m benchmarks.engine.adapters``). The limit for GPUs is not measured.
-"""
-
-TIMES_PER_CLIENT = 4
-"""Steps in time of LSTMs (on a GPU, of all recurrent layers) per client up to which stacking pays.
-
-torch takes them in one operation for one client. A stack of any size takes about twenty for each step in time. Rounds
-of 5 clients were 1.0 to 1.2 times as fast for 20 steps, of 20 clients twice as fast for 80, of 2 clients 0.3 to 0.8
-times for 20 and 80 (``python -m benchmarks.engine.stacks``).
-"""
+"""The same for a network with this share of frozen parameters, as under adapters, of which a stack takes one product
+with all clients' examples (``python -m benchmarks.engine.adapters``; the limit for GPUs is not measured)."""
 
 STACK_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 """Memory for a stack of clients, by type of device. It is fixed, so that the number of clients in a stack, on which the
@@ -138,13 +126,12 @@ def make_engine(
 ) -> Engine:
     """Return the engine that ``settings.engine`` names. For "auto" the faster one, with a line that says which.
 
-    "auto" stacks the clients if the module allows it, a round has at least two of them, a step of one client is at
-    most :data:`LARGEST_STEP`, and its LSTMs take at most :data:`TIMES_PER_CLIENT` steps in time per client. Raise
-    CannotVectorize if "vectorized" is asked for and impossible.
+    "auto" stacks the clients if the module allows it, a round has at least two of them, and a step of one client is at
+    most :data:`LARGEST_STEP`. Raise CannotVectorize if "vectorized" is asked for and impossible.
     """
     name = "vectorized" if isinstance(settings.engine, int) else settings.engine
-    keeps = {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
-    options: dict[str, Any] = {"method": settings.method, "seed": settings.seed, "writes": writes, **keeps}
+    options: dict[str, Any] = {"method": settings.method, "seed": settings.seed, "writes": writes}
+    options |= {"keep_optimizer": context.keeps_state(settings), "keep_posteriors": settings.keeps_posteriors}
     options["folder"] = settings.kept.folder
     names, sizes = loader.clients.names, loader.clients.sizes
     one_by_one = partial(SequentialEngine, context, model, loader, is_alone=len(sizes) == 1, **options)
@@ -155,7 +142,7 @@ def make_engine(
         cohort = cohort[: settings.schedule.together(len(sizes))[1]]  # so many start at once
     largest = sorted(cohort * 2, key=lambda number: -sizes[number])[:: 2 if len(cohort) > 1 else 1]
     pair = [Client(number, names[number], sizes[number], 0, i, 2) for i, number in enumerate(largest[:2])]
-    device = context.device.type
+    device = "cpu" if context.device.type == "cpu" else "cuda"
     try:
         if name == "auto" and len(cohort) == 1:
             raise CannotVectorize("a round has one client")
@@ -167,20 +154,12 @@ def make_engine(
         if name == "auto" and context.is_coarse:
             raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         still, all_ = (sum(p.numel() for p in each.values()) for each in (model.frozen, model.parameters))
-        limits = LARGEST_SHARED_STEP if still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP
-        most = max(1, STACK_BYTES.get(device, STACK_BYTES["cuda"]) // max(probed.bytes_per_client, 1))
+        most = max(1, STACK_BYTES[device] // max(probed.bytes_per_client, 1))
         at_once = settings.engine if isinstance(settings.engine, int) else most
         together = min(at_once, len(cohort))
-        if name == "auto" and (
-            probed.flops > limits.get(device, limits["cuda"])
-            or (together == 1 and probed.flops > LARGEST_STEP.get(device, LARGEST_STEP["cuda"]))
-        ):
+        limits = LARGEST_SHARED_STEP if together > 1 and still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP
+        if name == "auto" and probed.flops > limits[device]:
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
-        if name == "auto" and probed.fused_times > TIMES_PER_CLIENT * together:
-            raise CannotVectorize(
-                f"recurrent layers take {probed.fused_times} steps in time, and for {together} clients torch's own are "
-                "faster than those of a stack"
-            )
     except CannotVectorize as reason:
         if name == "vectorized":
             why = f"{reason}. Use engine='auto' or 'sequential'"

@@ -65,7 +65,6 @@ class OneProcess(Collective):
     bytes_sent = 0
 
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """See :meth:`Collective.all_to_all`."""
         return list(values)
 
 

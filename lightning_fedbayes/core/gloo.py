@@ -35,7 +35,6 @@ class GlooCollective(Collective):
         self._group: Any = ProcessGroupGloo(PrefixStore("lightning_fedbayes", store), rank, size, TIMEOUT)
 
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """See :meth:`Collective.all_to_all`."""
         self.calls += 1
         packed = {id(value): b"" for value in values}  # a value that goes to all processes is packed once
         for other, value in enumerate(values):

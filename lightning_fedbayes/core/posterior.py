@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import repeat
 from typing import Any, ClassVar
 
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_kind, check_strings, listed, shown
-from lightning_fedbayes.core.tables import html_table
 
-MOST_ROWS = 20
-"""Tensors in the table of a notebook."""
 PIECE = 2**17
 """Entries of a piece of a large posterior: in double precision they fit into a usual second-level cache."""
 POINT_PIECE = 2**18
@@ -69,18 +65,6 @@ class GaussianPosterior:
             f"GaussianPosterior({self.num_parameters:,} parameters in {len(self.mean)} tensors, {gaussian} of them "
             f"{kind}; {', '.join(types)})"
         )
-
-    def _repr_html_(self) -> str:
-        """Return a table of the tensors for a notebook: shape, root mean square of the mean, range of σ."""
-        rows = []
-        for name in self.names[:MOST_ROWS]:
-            mean, std = self.mean[name].detach().double(), self.variance[name].detach().double().sqrt()
-            spread = "–" if is_zero(self.variance[name]) else f"{std.min():.3g} to {std.max():.3g}"
-            size = f"{mean.square().mean().sqrt():.3g}" if mean.numel() else "–"
-            rows.append((name, "×".join(map(str, mean.shape)) or "scalar", size, spread))
-        more = f"<p>… and {len(self.mean) - MOST_ROWS} more tensors</p>" if len(self.mean) > MOST_ROWS else ""
-        head = ("tensor", "shape", "root mean square of μ", "σ")
-        return f"<p>{escape(repr(self))}</p>{html_table(head, rows)}{more}"
 
     @classmethod
     def point_mass(cls, mean: Mapping[str, Tensor]) -> "GaussianPosterior":

@@ -1,7 +1,7 @@
 """Private names of torch. No other file of the package uses one, and tests/test_private_names.py checks that.
 
-Importing this module never fails. Without a primitive of vmap the vectorized engine falls back on the public
-``torch.func.vmap``. Without another name that it needs it cannot be used, and says so. Last checked with torch 2.15.
+Importing this module never fails. Without a name that it needs the vectorized engine cannot be used, and says so. Last
+checked with torch 2.15.
 """
 
 from collections.abc import Callable, Sequence

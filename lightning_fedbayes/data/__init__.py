@@ -8,4 +8,3 @@ from lightning_fedbayes.data.clients import labels_of as labels_of
 from lightning_fedbayes.data.splits import DiabetesDataModule as DiabetesDataModule
 from lightning_fedbayes.data.splits import DigitsDataModule as DigitsDataModule
 from lightning_fedbayes.data.splits import SplitDataModule as SplitDataModule
-from lightning_fedbayes.data.splits import TensorDataModule as TensorDataModule

@@ -21,7 +21,6 @@ from lightning_fedbayes.fusion.inverse_covariance import InverseCovarianceVB as 
 from lightning_fedbayes.fusion.products import AlphaBarycenter as AlphaBarycenter
 from lightning_fedbayes.fusion.products import Conflation as Conflation
 from lightning_fedbayes.fusion.products import DistributedWeightConsolidation as DistributedWeightConsolidation
-from lightning_fedbayes.fusion.products import HellingerBarycenter as HellingerBarycenter
 from lightning_fedbayes.fusion.products import ReverseKLBarycenter as ReverseKLBarycenter
 from lightning_fedbayes.fusion.products import WeightedConflation as WeightedConflation
 from lightning_fedbayes.fusion.registry import available_fusions as available_fusions

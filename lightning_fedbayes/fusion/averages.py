@@ -102,7 +102,6 @@ class LinearPool(SumRule):
     by_columns: ClassVar[bool] = True
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """See :meth:`SumRule.update`."""
         add_disagreement(statistics, mean, weight)
         add(statistics, "variance", of_zeros(variance), weight)
 
@@ -119,11 +118,9 @@ class LinearPool(SumRule):
             add(statistics, "variance", other["variance"])
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`SumRule.average`."""
         return statistics["mean"], statistics["mean"].new_ones(())
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`."""
         return statistics["mean"], (statistics["disagreement"] + statistics["variance"]) / statistics["weight"]
 
 
@@ -143,11 +140,9 @@ class GaussianFit(LinearPool):
     uses_weights: ClassVar[bool] = False
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """See :meth:`SumRule.update`."""
         add_disagreement(statistics, mean, 1.0)
 
     def compute(self, statistics: Statistics, like: GaussianPosterior, previous: GaussianPosterior | None) -> Moments:
-        """See :meth:`SumRule.compute`."""
         return statistics["mean"], statistics["disagreement"] / statistics["weight"]
 
 

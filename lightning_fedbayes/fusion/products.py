@@ -180,7 +180,7 @@ def _vague(precision: Tensor, low: Tensor, like: GaussianPosterior) -> str:
     return f"dwc: fused precision is not positive: {listed(places)}: {why}. {remedy}"
 
 
-@register_fusion("alpha_barycenter")
+@register_fusion("alpha_barycenter", aliases=("hellinger_barycenter",))
 class AlphaBarycenter(FusionRule):
     r"""Gaussian with the moments of the minimiser of :math:`\sum_k \omega_k D_\alpha(q_k \| q)`, per parameter.
 
@@ -188,8 +188,8 @@ class AlphaBarycenter(FusionRule):
               D_\alpha(p\|q) = \frac{1 - \int p^\alpha q^{1-\alpha}}{\alpha (1 - \alpha)}
 
     α → 0 is ``reverse_kl_barycenter``, with its mass where all clients have some; α = 1 is ``linear_pool``, with its
-    mass where any client has some; α = ½ is the Hellinger barycenter. Gauss–Hermite quadrature gives the moments to
-    three digits for α in [0, 1], less exactly outside. Unless α = 1, point masses are fused as for α = 0.
+    mass where any client has some; α = ½, the default, is the Hellinger barycenter. Gauss–Hermite quadrature gives
+    the moments to three digits for α in [0, 1], less outside. Unless α = 1, point masses are fused as for α = 0.
 
     When to use it: where held-out data are to choose α. It holds all clients of a round and costs O(K² · P) with a
     large constant: for up to about a million parameters.
@@ -208,7 +208,6 @@ class AlphaBarycenter(FusionRule):
         self.alpha = alpha
 
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
         if abs(self.alpha - 1) < NEGLIGIBLE:
             return LinearPool().fuse(posteriors, weights, previous)
         limit = ReverseKLBarycenter().fuse(posteriors, weights, previous)
@@ -226,20 +225,6 @@ class AlphaBarycenter(FusionRule):
         if parts:
             mean[random], variance[random] = (torch.cat(each) for each in zip(*parts, strict=True))
         return posteriors[0].unflatten(mean, variance)
-
-
-@register_fusion("hellinger_barycenter")
-class HellingerBarycenter(AlphaBarycenter):
-    r"""The α-barycenter of α = ½, the minimiser of :math:`\sum_k \omega_k H^2(q_k, q)`, projected onto Gaussians.
-
-    .. math:: q(\theta) \propto \Bigl(\sum_k \omega_k \sqrt{q_k(\theta)}\Bigr)^2, \qquad
-              H^2(p, q) = 1 - \int \sqrt{p\,q}
-
-    When to use it: half-way between ``reverse_kl_barycenter`` and ``linear_pool``. Its divergence is symmetric.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(0.5)
 
 
 def alpha_moments(

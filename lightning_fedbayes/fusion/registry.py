@@ -38,7 +38,6 @@ class FunctionRule(FusionRule):
         self.function = function
 
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
         return self.function(posteriors, weights, previous)
 
 

@@ -17,6 +17,9 @@ from lightning_fedbayes.fusion.gram import Gram, GramRule, columns, fused_by_sha
 from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, Posteriors, RuleState
 
+TOLERANCE, ITERATIONS = 1e-9, 1000
+"""The geometric median is found when an iteration moves it by less, in units of the least median distance. Bound."""
+
 
 @register_fusion("geometric_median", aliases=("rfa",))
 class GeometricMedian(GramRule):
@@ -35,27 +38,22 @@ class GeometricMedian(GramRule):
     Args:
         smoothing: ν in units of the least median distance of a client to all clients. The minimiser of the smoothed
             objective is at most ν / 2 worse.
-        tolerance: stop when an iteration moves y by less, in the same units.
-        max_iterations: bound of the number of iterations. Each costs O(K²).
 
-    Raises FusionError: an argument that is not positive.
+    Raises FusionError: it is not positive.
     Source: Pillutla, Kakade and Harchaoui 2019, "Robust aggregation for federated learning", Algorithm 2 and eq. (4);
     [Untrusted] baseline.
     """
 
     uses_weights: ClassVar[bool] = True
 
-    def __init__(self, smoothing: float = 1e-6, tolerance: float = 1e-9, max_iterations: int = 1000) -> None:
+    def __init__(self, smoothing: float = 1e-6) -> None:
         check_number("geometric_median: smoothing", smoothing, "(0, inf)", error=FusionError)
-        check_number("geometric_median: tolerance", tolerance, "(0, inf)", error=FusionError)
-        check_at_least("geometric_median: max_iterations", max_iterations, 1, error=FusionError)
-        self.smoothing, self.tolerance, self.max_iterations = smoothing, tolerance, max_iterations
+        self.smoothing = smoothing
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """See :meth:`GramRule.infer_shares`."""
         shares, scale = start(gram.squared_distances().sqrt(), weights)
-        products, least = gram.products[:-1, :-1], self.tolerance * scale
-        for _ in range(self.max_iterations if scale > 0 else 0):
+        products, least = gram.products[:-1, :-1], TOLERANCE * scale
+        for _ in range(ITERATIONS if scale > 0 else 0):
             distances = grams.squared_distances_to(products, shares).sqrt()
             pulls = weights / distances.clamp_min(self.smoothing * scale)
             before, shares = shares, pulls / pulls.sum()
@@ -107,7 +105,6 @@ class MultiKrum(GramRule):
         self.byzantine, self.keep = byzantine, keep
 
     def infer_shares(self, gram: Gram, weights: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """See :meth:`GramRule.infer_shares`."""
         count = len(weights)
         if count < 3:
             return torch.full((count,), 1 / count, dtype=torch.float64), {}
@@ -263,11 +260,9 @@ class Preaggregation(CohortRule):
         """
 
     def init(self) -> RuleState:
-        """See :meth:`FusionRule.init`."""
         return self.then.init()
 
     def check_state(self, state: Any, parameters: int) -> None:
-        """See :meth:`FusionRule.check_state`."""
         self.then.check_state(state, parameters)
 
     def apply(self, cohort: Cohort, state: RuleState) -> Fused:
@@ -321,7 +316,6 @@ class NearestNeighbourMixing(Preaggregation):
         self.byzantine = byzantine
 
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """See :meth:`Preaggregation.mix`."""
         distances = gram.squared_distances()
         count = len(distances)
         byzantine = (count - 1) // 2 if self.byzantine is None else self.byzantine
@@ -365,7 +359,6 @@ class NormClipping(Preaggregation):
         self.radius = radius
 
     def mix(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """See :meth:`Preaggregation.mix`."""
         squares = gram.products.diagonal()
         norms = (squares[:-1] + squares[-1] - 2 * gram.products[:-1, -1]).clamp_min(0).sqrt()
         radius = norms.quantile(0.5) if self.radius is None else self.radius

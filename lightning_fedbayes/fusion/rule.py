@@ -111,7 +111,6 @@ class CohortRule(FusionRule):
         """See :meth:`FusionRule.apply`."""
 
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
         cohort = Cohort(tuple(posteriors), weights, previous, tuple(range(len(posteriors))))
         return self.apply(cohort, self.init()).posterior
 
@@ -172,7 +171,6 @@ class SumRule(FusionRule):
             add(statistics, key, value)
 
     def fuse(self, posteriors: Posteriors, weights: Tensor, previous: GaussianPosterior | None) -> GaussianPosterior:
-        """See :meth:`FusionRule.fuse`."""
         statistics: Statistics = {}
         for posterior, weight in zip(posteriors, weights.tolist(), strict=True):
             self.update(statistics, *posterior.flatten(), weight)

@@ -47,15 +47,12 @@ class ServerOptimizer(SumRule):
         """Return the step s, (P,), for the change Δ, (P,), float64, and the optimizer's new state, at first empty."""
 
     def update(self, statistics: Statistics, mean: Tensor, variance: Tensor, weight: float) -> None:
-        """See :meth:`SumRule.update`."""
         self.then.update(statistics, mean, variance, weight)
 
     def merge(self, statistics: Statistics, other: Statistics) -> None:
-        """See :meth:`SumRule.merge`."""
         self.then.merge(statistics, other)
 
     def average(self, statistics: Statistics) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`SumRule.average`."""
         return self.then.average(statistics)
 
     def advance(
@@ -76,7 +73,6 @@ class ServerOptimizer(SumRule):
         return replace(fused, posterior=posterior, state={"optimizer": kept, "then": fused.state})
 
     def check_state(self, state: Any, parameters: int) -> None:
-        """See :meth:`FusionRule.check_state`."""
         if not state:
             return
         self.then.check_state(check_part(self, state, "then"), parameters)
@@ -107,7 +103,6 @@ class FedAvgM(ServerOptimizer):
         self.momentum = momentum
 
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
-        """See :meth:`ServerOptimizer.step`."""
         m = change + self.momentum * state["momentum"].to(change) if state else change
         return m, {"momentum": m}
 
@@ -141,7 +136,6 @@ class AdaptiveServerOptimizer(ServerOptimizer):
         """Return the new v from the old one and Δ²."""
 
     def step(self, state: RuleState, change: Tensor) -> tuple[Tensor, RuleState]:
-        """See :meth:`ServerOptimizer.step`."""
         m = (1 - self.beta1) * change + (self.beta1 * state["momentum"].to(change) if state else 0)
         v = state["square"].to(change) if state else torch.full_like(change, self.epsilon * self.epsilon)
         v = self.second_moment(v, change.square())
@@ -167,7 +161,6 @@ class FedAdagrad(AdaptiveServerOptimizer):
         super().__init__(lr, beta1, epsilon, then)
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """See :meth:`AdaptiveServerOptimizer.second_moment`."""
         return v + squared
 
 
@@ -197,7 +190,6 @@ class FedAdam(AdaptiveServerOptimizer):
         self.beta2 = beta2
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """See :meth:`AdaptiveServerOptimizer.second_moment`."""
         return self.beta2 * v + (1 - self.beta2) * squared
 
 
@@ -215,5 +207,4 @@ class FedYogi(FedAdam):
     """
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """See :meth:`AdaptiveServerOptimizer.second_moment`."""
         return v - (1 - self.beta2) * squared * (v - squared).sign()

@@ -43,9 +43,7 @@ from lightning_fedbayes.layers.posterior_view import load_posterior as load_post
 from lightning_fedbayes.layers.posterior_view import mean_only as mean_only
 from lightning_fedbayes.layers.posterior_view import read_posterior as read_posterior
 from lightning_fedbayes.layers.posterior_view import set_prior as set_prior
-from lightning_fedbayes.layers.posterior_view import use_estimator as use_estimator
 from lightning_fedbayes.layers.priors import NormalPrior as NormalPrior
 from lightning_fedbayes.layers.priors import Prior as Prior
 from lightning_fedbayes.layers.priors import ScaleMixturePrior as ScaleMixturePrior
-from lightning_fedbayes.layers.priors import TiedMeanPrior as TiedMeanPrior
 from lightning_fedbayes.layers.scaler import FederatedScaler as FederatedScaler

@@ -348,7 +348,7 @@ def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     """A draw of each N(μ, σ²), with noise of torch's global generator. A ``TorchFunctionMode`` can override it."""
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)
-    return [mean + softplus_std(rho) * torch.randn_like(mean) for mean, rho in zip(means, rhos)]
+    return [torch.addcmul(mean, softplus_std(rho), torch.randn_like(mean)) for mean, rho in zip(means, rhos)]
 
 
 def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:

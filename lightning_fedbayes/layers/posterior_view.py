@@ -1,12 +1,12 @@
-"""A whole network: its Gaussian posterior, KL divergence, prior, posterior mean and estimator.
+"""A whole network: its Gaussian posterior, KL divergence, prior and posterior mean.
 
 This is the only place where (mu, rho) becomes (mean, variance) and back.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from bayesian_torch.layers.base_variational_layer import BaseVariationalLayer_
@@ -17,9 +17,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from lightning_fedbayes.core.errors import ConversionError, PosteriorError, check_kind, check_strings, listed, nearest
 from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, zeros_like
 from lightning_fedbayes.layers import base
-from lightning_fedbayes.layers.base import BayesianAffine, BayesianLayer, GaussianParameter
+from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.convert import MCDropout
-from lightning_fedbayes.layers.functional import Estimator, inverse_softplus_std
+from lightning_fedbayes.layers.functional import inverse_softplus_std
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.layers.priors import NormalPrior, Prior
 
@@ -298,19 +298,6 @@ def set_prior(module: nn.Module, posterior: GaussianPosterior | None, exclude: C
 
 
 @contextmanager
-def _with(modules: Iterable[nn.Module], attribute: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of the modules has another value."""
-    before = [(each, getattr(each, attribute)) for each in modules]
-    try:
-        for each, _ in before:
-            setattr(each, attribute, value)
-        yield
-    finally:
-        for each, old in before:
-            setattr(each, attribute, old)
-
-
-@contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Inside, ``module`` is in evaluation mode. Afterwards each of its parts is in its earlier mode.
 
@@ -342,7 +329,7 @@ def mean_only(module: nn.Module) -> Iterator[None]:
     tensor([1., 1., 1.])
     """
     check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
-    switched = [m for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
+    switched = [(m, m.mean_only) for m in module.modules() if isinstance(m, BayesianLayer | MCDropout)]
     others = [m for m in module.modules() if isinstance(m, BaseVariationalLayer_) and not isinstance(m, BayesianLayer)]
     foreign = [each for m in others for each in gaussian_parameters_of(m)]
     if foreign and base.is_exporting():  # torch cannot record σ = 0, which is not a parameter
@@ -354,22 +341,11 @@ def mean_only(module: nn.Module) -> Iterator[None]:
         for each in foreign:
             zero_std = torch.full((), -torch.inf, dtype=each.rho.dtype, device=each.rho.device)
             each.layer._parameters[each.rho_name] = zero_std.expand(each.rho.shape)  # pyright: ignore
-        with _with(switched, "mean_only", True):
-            yield
+        for each, _ in switched:
+            each.mean_only = True
+        yield
     finally:
+        for each, before in switched:
+            each.mean_only = before
         for each, rho in zip(foreign, rhos):
             each.layer._parameters[each.rho_name] = rho
-
-
-@contextmanager
-def use_estimator(module: nn.Module, name: Estimator) -> Iterator[None]:
-    """Let linear and convolutional layers use the estimator ``name`` inside the context. Others keep theirs.
-
-    Args:
-        module: any network.
-        name: "reparameterization", "local_reparameterization" or "flipout", else ConversionError.
-    """
-    name = base.check_estimator(name)
-    check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
-    with _with([each for each in module.modules() if isinstance(each, BayesianAffine)], "estimator", name):
-        yield

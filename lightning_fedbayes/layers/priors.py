@@ -63,24 +63,6 @@ class NormalPrior:
 
 
 @dataclass(frozen=True, eq=False)
-class TiedMeanPrior:
-    r"""A Gaussian prior around the posterior's mean, :math:`N(\mu, s^2)`, ``std`` s > 0: only the spread is penalised.
-
-    Use it where a prior centred at 0 pulls the means of a deep network too hard
-    (the ``NormalKLDivergenceWithTiedMean`` of edward2). It does not regularise the mean. Weight decay can.
-    """
-
-    std: float
-
-    def __post_init__(self) -> None:
-        check_std("std", self.std)
-
-    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        r""":math:`\sum_i \log(s/\sigma_i) + \sigma_i^2 / 2 s^2 - 1/2`."""
-        return gaussian_kl_sum(torch.zeros_like(std), std, 0.0, self.std)
-
-
-@dataclass(frozen=True, eq=False)
 class ScaleMixturePrior:
     r"""The spike and slab of two Gaussians, :math:`\pi N(0, s_1^2) + (1 - \pi) N(0, s_2^2)` per entry.
 
@@ -102,12 +84,8 @@ class ScaleMixturePrior:
         check_number("weight of a scale mixture prior", self.weight, "[0, 1]", error=ConversionError)
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """A one-draw Monte Carlo estimate. The noise is drawn from torch's global generator."""
-        return self.kl_at(mean, std, torch.randn_like(std))
-
-    def kl_at(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
-        r""":math:`\sum_i \log q(w_i) - \log p(w_i)` with exact entropy, at :math:`w = \mu + \sigma \odot` ``noise``."""
-        draw = torch.addcmul(mean, std, noise)
+        r"""Return :math:`\sum_i \log q(w_i) - \log p(w_i)` with exact entropy, at a draw w from torch's generator."""
+        draw = torch.addcmul(mean, std, torch.randn_like(std))
         components = [  # without the constant log sqrt(2 pi), which the entropy cancels
             (math.log(weight) if weight > 0 else -math.inf) - math.log(s) - (draw / s).square() / 2
             for weight, s in ((self.weight, self.std1), (1 - self.weight, self.std2))

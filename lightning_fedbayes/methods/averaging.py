@@ -44,12 +44,10 @@ class Averaging(method.Method):
 
     @property
     def described(self) -> str:
-        """See :meth:`Method.described`."""
         text = super().described
         return text if self._prior == "fixed" else f"{text}, prior={self._prior}"
 
     def prior(self, shared: method.Shared) -> GaussianPosterior | None:
-        """See :meth:`Method.prior`."""
         return shared.posterior if self._prior == "global" else None
 
     def check_late(self, posterior: GaussianPosterior) -> None:
@@ -92,7 +90,6 @@ class FedProx(Averaging):
         self.strength = strength
 
     def problem(self, shared: method.Shared, client: method.Participant) -> method.LocalProblem:
-        """See :meth:`Method.problem`."""
         return method.LocalProblem(method.Quadratic(self.strength))
 
 
@@ -122,7 +119,6 @@ class FedNova(method.Method):
         return {"steps": torch.zeros((), device=next(iter(posterior.mean.values())).device)}
 
     def report(self, shared: method.Shared, client: method.Participant, trained: method.Trained) -> method.Report:
-        """See :meth:`Method.report`."""
         steps = torch.full_like(shared.tensors["steps"], client.steps)
         return method.Report(moved(shared.posterior, trained.posterior, 1 / client.steps), sent={"steps": steps})
 
@@ -134,7 +130,6 @@ class FedNova(method.Method):
     def fuse(
         self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """See :meth:`Method.fuse`."""
         return moved(shared.posterior, fused, float(averages["steps"])), averages
 
 
@@ -183,7 +178,6 @@ class Scaffold(method.Method):
         )
 
     def report(self, shared: method.Shared, client: method.Participant, trained: method.Trained) -> method.Report:
-        """See :meth:`Method.report`."""
         assert client.rate is not None
         length, changes = client.steps * client.rate, {}
         for name, control in shared.tensors.items():
@@ -206,7 +200,6 @@ class Scaffold(method.Method):
     def fuse(
         self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """See :meth:`Method.fuse`."""
         return fused, {name: control + heard * averages[name] for name, control in shared.tensors.items()}
 
     @staticmethod

@@ -61,7 +61,6 @@ class FedBuff(Late):
     def taken(
         self, sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior, staleness: int
     ) -> GaussianPosterior:
-        """See :meth:`Late.taken`."""
         if not staleness:
             return sent
         weight, mean, variance = self.weight(staleness), {}, {}
@@ -101,7 +100,6 @@ class FedAsync(Late):
     def taken(
         self, sent: GaussianPosterior, start: GaussianPosterior, now: GaussianPosterior, staleness: int
     ) -> GaussianPosterior:
-        """See :meth:`Late.taken`."""
         weight = self.weight(staleness)
         mean, variance = (
             {name: (1 - weight) * value + weight * theirs[name] for name, value in ours.items()}

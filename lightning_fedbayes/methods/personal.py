@@ -36,11 +36,9 @@ class Ditto(Method):
         self.strength = strength
 
     def problem(self, shared: Shared, client: Participant) -> LocalProblem:
-        """See :meth:`Method.problem`."""
         return LocalProblem(Quadratic(self.strength), start=client.kept) if client.problem else LocalProblem()
 
     def report(self, shared: Shared, client: Participant, trained: Trained) -> Report:
-        """See :meth:`Method.report`."""
         return Report(trained.posterior, trained.posterior.mean if client.problem else {})
 
 
@@ -69,5 +67,4 @@ class Population(Method):
         return super().conflict(weighting, private)
 
     def prior(self, shared: Shared) -> GaussianPosterior | None:
-        """See :meth:`Method.prior`."""
         return None if shared.is_new else shared.posterior

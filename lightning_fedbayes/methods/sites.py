@@ -149,11 +149,9 @@ class Sites(method.Method):
         return found[0], found[1]
 
     def agreement(self) -> str:
-        """See :meth:`Method.agreement`."""
         return f"sites, prior_mean={self.prior_mean}, prior_std={self.prior_std}"
 
     def conflict(self, weighting: Any, private: bool) -> tuple[str, str] | None:
-        """See :meth:`Method.conflict`."""
         if private:
             return "privacy=", (
                 "a client would keep another site than the one that noise leaves at the server. Take another rule, or "
@@ -247,7 +245,6 @@ class Sites(method.Method):
         return method.Report(GaussianPosterior.point_mass(mean), own, changes)
 
     def check(self, shared: method.Shared, client: method.Participant) -> None:
-        """See :meth:`Method.check`."""
         common = self._common(shared)
         lengths = {"gradient": len(common.mean), "precision": len(common.precision), "examples": 1, "clients": 1}
         for name, length in lengths.items():

@@ -63,7 +63,6 @@ class Sums(Method):
     def fuse(
         self, shared: Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
-        """See :meth:`Method.fuse`."""
         clients, mean = round(heard / shared.share), {}
         for name, value in fused.mean.items():
             change = clients * (value - shared.posterior.mean[name])

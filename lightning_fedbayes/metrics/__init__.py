@@ -5,13 +5,13 @@ samples, shape (samples, batch, classes). For accuracy, AUROC and ECE use torchm
 """
 
 from lightning_fedbayes.metrics import functional as functional
+from lightning_fedbayes.metrics.functional import RetainedCurve as RetainedCurve
 from lightning_fedbayes.metrics.scores import AdaptiveCalibrationError as AdaptiveCalibrationError
 from lightning_fedbayes.metrics.scores import BrierScore as BrierScore
 from lightning_fedbayes.metrics.scores import CalibrationDiagram as CalibrationDiagram
 from lightning_fedbayes.metrics.scores import ClientAccuracy as ClientAccuracy
 from lightning_fedbayes.metrics.scores import ConcordanceIndex as ConcordanceIndex
 from lightning_fedbayes.metrics.scores import DeterminantSharpness as DeterminantSharpness
-from lightning_fedbayes.metrics.scores import EnsembleCRPS as EnsembleCRPS
 from lightning_fedbayes.metrics.scores import GaussianCRPS as GaussianCRPS
 from lightning_fedbayes.metrics.scores import GaussianNLL as GaussianNLL
 from lightning_fedbayes.metrics.scores import IntervalCoverage as IntervalCoverage
@@ -20,7 +20,4 @@ from lightning_fedbayes.metrics.uncertainty import AccuracyRetained as AccuracyR
 from lightning_fedbayes.metrics.uncertainty import KwonAleatoric as KwonAleatoric
 from lightning_fedbayes.metrics.uncertainty import KwonEpistemic as KwonEpistemic
 from lightning_fedbayes.metrics.uncertainty import MutualInformation as MutualInformation
-from lightning_fedbayes.metrics.uncertainty import OutOfDistributionAUROC as OutOfDistributionAUROC
-from lightning_fedbayes.metrics.uncertainty import OutOfDistributionFPR as OutOfDistributionFPR
 from lightning_fedbayes.metrics.uncertainty import PredictiveEntropy as PredictiveEntropy
-from lightning_fedbayes.metrics.uncertainty import RetainedCurve as RetainedCurve

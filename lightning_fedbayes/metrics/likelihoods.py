@@ -104,14 +104,12 @@ class Categorical(_OfClasses):
             raise FedBayesError(f"channels={shown(self.channels)}: give 1, as torch's losses have it, or -1, the last")
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See the base class."""
         return outputs.movedim(2 if self.channels > 0 else -1, -1)
 
     def _as_outputs(self, probs: Tensor) -> Tensor:
         return probs.movedim(-1, self.channels)
 
     def labels(self, targets: Tensor) -> Tensor:
-        """See the base class."""
         targets = targets.long()
         return targets if self.ignore_index is None else targets.masked_fill(targets == self.ignore_index, -1)
 
@@ -121,13 +119,11 @@ class Categorical(_OfClasses):
         return F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.loss`."""
         if outputs.ndim == 2 and self.ignore_index is None:
             return F.cross_entropy(outputs, targets)
         return super().loss(outputs, targets)
 
     def unfit(self, outputs: Tensor, targets: Tensor) -> str:
-        """See :meth:`Likelihood.unfit`."""
         if outputs.ndim < 2 or outputs.shape[self.channels] < 2:
             return "at least two classes are needed, (batch, classes, *positions)"
         if targets.is_floating_point() or targets.is_complex():
@@ -165,11 +161,9 @@ class Bernoulli(_OfClasses):
     name: ClassVar[str] = "bernoulli"
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See the base class."""
         return torch.stack([torch.zeros_like(outputs), outputs], -1)
 
     def by_class(self, probs: Tensor) -> Tensor:
-        """See the base class."""
         return torch.stack([1 - probs, probs], -1)
 
     def _as_outputs(self, probs: Tensor) -> Tensor:
@@ -181,7 +175,6 @@ class Bernoulli(_OfClasses):
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 
     def unfit(self, outputs: Tensor, targets: Tensor) -> str:
-        """See :meth:`Likelihood.unfit`."""
         if outputs.numel() != targets.numel() or len(outputs) != len(targets):
             return "one target, 0 or 1, is needed for each output"
         return "" if bool(((targets == 0) | (targets == 1)).all()) else "targets are not all 0 or 1"
@@ -288,7 +281,6 @@ class Gaussian(Likelihood):
         return self.in_units(RegressionPrediction(mean, aleatoric + epistemic, aleatoric, epistemic, samples))
 
     def unfit(self, outputs: Tensor, targets: Tensor) -> str:
-        """See :meth:`Likelihood.unfit`."""
         wanted = outputs.numel() / (1 + self.in_outputs)
         fits = len(outputs) == len(targets) and targets.numel() == wanted
         return "" if fits else "give the network one output per target"
@@ -329,7 +321,6 @@ class Cox(Likelihood):
         return terms[order.argsort()]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`Likelihood.loss`."""
         return cox_terms(*_survival(outputs, targets))[0].sum() / len(targets)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -345,7 +336,6 @@ class Cox(Likelihood):
         return SurvivalPrediction(moments[0].flatten(), moments[1].flatten().sqrt(), draws)
 
     def rows_of(self, prediction: Any, targets: Tensor) -> Rows:
-        """See :meth:`Likelihood.rows_of`."""
         if not isinstance(prediction, SurvivalPrediction):
             return super().rows_of(prediction, targets)
         _survival(prediction.log_risk, targets)

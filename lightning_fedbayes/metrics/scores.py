@@ -17,18 +17,14 @@ from lightning_fedbayes.metrics.functional.scores import check_survival, concord
 from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
 
 
-class Plotted(Metric):
-    """A metric that torchmetrics can plot, without gradients."""
+class Plain(Metric):
+    """A metric without gradients, which adds up batch by batch."""
 
     full_state_update = False
     is_differentiable = False
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Draw the value so far, or the values ``val``, as torchmetrics does: (figure, axes)."""
-        return self._plot(val, ax)
 
-
-class ExampleMean(Plotted):
+class ExampleMean(Plain):
     """Mean over all examples of one value per example. A subclass passes the values to :meth:`add` in ``update``.
 
     Batches and processes of any size combine exactly. The state's ``name`` is by default the class's: a
@@ -59,7 +55,7 @@ class ExampleLoss(ExampleMean):
     higher_is_better = False
 
 
-class HitCounts(Plotted):
+class HitCounts(Plain):
     """Numbers of examples and of correct ones in ``groups`` groups. Kwargs are arguments of torchmetrics.Metric."""
 
     counts: Tensor
@@ -74,33 +70,6 @@ class HitCounts(Plotted):
         """Add counts of examples and of correct ones, shape (groups,)."""
         self.counts = self.counts + counts
         self.hits = self.hits + hits
-
-
-class ExampleMetric(Plotted):
-    """Base of metrics that keep vectors of all examples, ``kept``. A subclass has ``update`` and :meth:`score`."""
-
-    kept: ClassVar[tuple[str, ...]]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        for name in self.kept:
-            self.add_state(name, [], dist_reduce_fx="cat")
-
-    def keep(self, *vectors: Tensor) -> None:
-        """Add vectors of shape (batch,), in the order of :attr:`kept`."""
-        for name, vector in zip(self.kept, vectors, strict=True):
-            getattr(self, name).append(vector.detach())
-
-    def compute(self) -> Tensor:
-        """Return the value so far. NaN before the first example."""
-        vectors = [getattr(self, name) for name in self.kept]
-        if not len(vectors[0]):
-            return torch.tensor(torch.nan, device=self.device)
-        return self.score(*map(dim_zero_cat, vectors))
-
-    def score(self, *vectors: Tensor) -> Tensor:
-        """Return the value of all examples, a scalar."""
-        raise NotImplementedError
 
 
 class BrierScore(ExampleLoss):
@@ -133,14 +102,6 @@ class GaussianCRPS(ExampleLoss):
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
         """Add predictive means, variances (noise included) and targets, all of one shape."""
         self.add(scores.gaussian_crps(mean, variance, target))
-
-
-class EnsembleCRPS(ExampleLoss):
-    """Mean of the fair :func:`~lightning_fedbayes.metrics.functional.ensemble_crps`, in the units of the target."""
-
-    def update(self, samples: Tensor, target: Tensor) -> None:
-        """Add draws from the predictive distribution, shape (samples, *), and targets, shape (*)."""
-        self.add(scores.ensemble_crps(samples, target))
 
 
 class IntervalCoverage(ExampleMean):
@@ -276,20 +237,32 @@ class ClientAccuracy(HitCounts):
         """Return the accuracy of each client so far, shape (clients,). NaN for a client without examples."""
         return self.hits / self.counts
 
-    def plot(self, val: Tensor | None = None) -> tuple[Figure, Axes]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Draw the accuracy of every client so far, or ``val`` of shape (clients,), as bars: (figure, axes)."""
-        figure = plots.client_accuracy(self.compute() if val is None else val)
-        return figure, figure.axes[0]
 
-
-class SurvivalMetric(ExampleMetric):
+class SurvivalMetric(Plain):
     """Keep risk, time and event of every example. A subclass implements :meth:`score`."""
 
-    kept = ("risk", "time", "event")
+    kept: ClassVar = ("risk", "time", "event")
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in self.kept:
+            self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
         """Add examples. See :func:`~lightning_fedbayes.metrics.functional.concordance_index`."""
-        self.keep(risk, time, check_survival(time, event, risk=risk))
+        for name, vector in zip(self.kept, (risk, time, check_survival(time, event, risk=risk)), strict=True):
+            getattr(self, name).append(vector.detach())
+
+    def compute(self) -> Tensor:
+        """Return the value so far. NaN before the first example."""
+        vectors = [getattr(self, name) for name in self.kept]
+        if not len(vectors[0]):
+            return torch.tensor(torch.nan, device=self.device)
+        return self.score(*map(dim_zero_cat, vectors))
+
+    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+        """Return the value of all examples, a scalar."""
+        raise NotImplementedError
 
 
 class ConcordanceIndex(SurvivalMetric):
@@ -300,9 +273,9 @@ class ConcordanceIndex(SurvivalMetric):
 
     higher_is_better = True
 
-    def score(self, *vectors: Tensor) -> Tensor:
+    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         """Return Harrell's c."""
-        return concordance_index(*vectors)
+        return concordance_index(risk, time, event)
 
 
 class CoxNLL(SurvivalMetric):
@@ -310,6 +283,6 @@ class CoxNLL(SurvivalMetric):
 
     higher_is_better = False
 
-    def score(self, *vectors: Tensor) -> Tensor:
+    def score(self, risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         """Return :func:`cox_loss` times the share of events."""
-        return cox_loss(*vectors) * vectors[2].float().mean()
+        return cox_loss(risk, time, event) * event.float().mean()

@@ -1,4 +1,4 @@
-"""LightningModules with Bayesian layers, and ready networks."""
+"""LightningModules with Bayesian layers, and a ready network."""
 
 from lightning_fedbayes.metrics.likelihoods import Bernoulli as Bernoulli
 from lightning_fedbayes.metrics.likelihoods import Categorical as Categorical
@@ -24,9 +24,7 @@ from lightning_fedbayes.modules.hybrid import HybridBayesianClassifier as Hybrid
 from lightning_fedbayes.modules.hybrid import HybridBayesianRegressor as HybridBayesianRegressor
 from lightning_fedbayes.modules.linear_regression import BayesianLinearRegression as BayesianLinearRegression
 from lightning_fedbayes.modules.linear_regression import LinearStatistics as LinearStatistics
-from lightning_fedbayes.modules.networks import lenet as lenet
 from lightning_fedbayes.modules.networks import mlp as mlp
-from lightning_fedbayes.modules.networks import resnet20 as resnet20
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive as PosteriorPredictive
 from lightning_fedbayes.modules.sampling import draws_from_clients as draws_from_clients
 from lightning_fedbayes.modules.sampling import draws_from_posterior as draws_from_posterior

@@ -265,7 +265,6 @@ class ClassScores(Scores):
         self.sampled.update(rows["probs"])
 
     def compute(self) -> dict[str, Tensor]:
-        """See :meth:`Scores.compute`."""
         scores: dict[str, Any] = super().compute()
         diagram = scores["ece"]
         accuracy = (diagram.accuracy * diagram.counts).nansum() / diagram.counts.sum()

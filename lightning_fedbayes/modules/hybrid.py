@@ -103,7 +103,6 @@ class HybridBayesianClassifier(LikelihoodModule):
         self.save_hyperparameters(ignore=["network", "prior", "optimizer", "likelihood"])
 
     def loss_and_nll(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`BayesianModule.loss_and_nll`."""
         loss, nll = super().loss_and_nll(outputs, targets)
         return (generalized_cross_entropy(outputs, targets, self.robustness).mean() if self.robustness else loss), nll
 
@@ -292,7 +291,6 @@ class CoxRegressor(LikelihoodModule):
         self.save_hyperparameters(ignore=["network", "prior", "optimizer"])
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :meth:`LikelihoodModule.negative_log_likelihood`."""
         if not self.current_epoch:  # once, as a look at values waits for the device
             self.likelihood.check(outputs, targets)
         return super().negative_log_likelihood(outputs, targets)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Literal, get_args
 
 import torch
@@ -160,9 +161,7 @@ class BayesianLinearRegression:
     Standardise inputs and targets, so that a prior of standard deviation 1 is vague. The bias has the same prior.
 
     Args:
-        gram: :math:`\tilde X^\top \tilde X`, float64, shape (features + 1, features + 1).
-        moment: :math:`\tilde X^\top Y`, float64, shape (features + 1, targets).
-        squares: sums of the squared targets, float64, shape (targets,).
+        sums: of the examples, of :math:`\tilde x` and (targets,).
         prior_std: standard deviation s of the prior.
         noise: variance σ² in squared units of the targets, or how to estimate it: see :meth:`fit`.
 
@@ -173,9 +172,7 @@ class BayesianLinearRegression:
     tensor([2.9982, 0.0000], dtype=torch.float64)
     """
 
-    gram: Tensor
-    moment: Tensor
-    squares: Tensor
+    sums: LinearStatistics
     prior_std: float
     noise: float | NoiseEstimate
 
@@ -205,7 +202,8 @@ class BayesianLinearRegression:
         check_examples(inputs, targets, least=1)
         targets = targets.unsqueeze(1) if targets.ndim == 1 else targets
         design, targets = with_bias(inputs), targets.double()
-        return cls(design.T @ design, design.T @ targets, targets.square().sum(0), prior_std, noise)
+        sums = LinearStatistics(design.T @ design, design.T @ targets, targets.square().sum(0), len(design))
+        return cls(sums, prior_std, noise)
 
     @staticmethod
     def conflate(models: "Sequence[BayesianLinearRegression]") -> "BayesianLinearRegression":
@@ -223,23 +221,13 @@ class BayesianLinearRegression:
             raise FedBayesError("there are no models to conflate: give one per client")
         first = models[0]
         for number, model in enumerate(models):
-            who = f"model {number}"
-            errors.check_kind(who, model, BayesianLinearRegression, "give fitted models", error=FedBayesError)
+            kind = BayesianLinearRegression
+            errors.check_kind(f"model {number}", model, kind, "give fitted models", error=FedBayesError)
             for name in ("prior_std", "noise"):
                 if getattr(model, name) != getattr(first, name):
                     values = f"{getattr(first, name)!r} in model 0 and {getattr(model, name)!r} in model {number}"
                     raise FedBayesError(f"{name} is {values}: fit all clients with the same")
-            if model.moment.shape != first.moment.shape:
-                shapes = f"(features + 1, targets) = {tuple(model.moment.shape)}, model 0 {tuple(first.moment.shape)}"
-                raise FedBayesError(f"model {number} has {shapes}: fit all clients to the same columns")
-        names = ("gram", "moment", "squares")
-        gram, moment, squares = (torch.stack([getattr(model, name) for model in models]).sum(0) for name in names)
-        return BayesianLinearRegression(gram, moment, squares, first.prior_std, first.noise)
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples n: the inner product of the bias column with itself."""
-        return int(self.gram[-1, -1])
+        return BayesianLinearRegression(reduce(add, (each.sums for each in models)), first.prior_std, first.noise)
 
     @cached_property
     def noise_variance(self) -> float:
@@ -250,34 +238,36 @@ class BayesianLinearRegression:
         """
         if not isinstance(self.noise, str):
             return float(self.noise)
-        mean_square = float(self.squares.mean()) / self.num_examples
+        sums, count = self.sums, self.sums.num_examples
+        mean_square = float(sums.square.mean()) / count
         if self.noise == "target":
-            variance = mean_square - float((self.moment[-1] / self.num_examples).square().mean())
+            variance = mean_square - float((sums.moment[-1] / count).square().mean())
         else:
-            variance = most_evident(self.gram, self.moment, self.squares, self.num_examples, self.prior_std)[1]
+            variance = most_evident(sums.gram, sums.moment, sums.square, count, self.prior_std)[1]
         if not variance > EXACT * mean_square:
             why = "they are all equal" if self.noise == "target" else "the line goes through them all"
-        elif self.noise == "evidence" and self.num_examples - self._determined(variance) < 1:
+        elif self.noise == "evidence" and count - self._determined(variance) < 1:
             why = "the weights leave less than one of them for it"
         else:
             return variance
-        what = f"noise='{self.noise}' finds no variance of the noise in the targets of {self.num_examples} examples"
+        what = f"noise='{self.noise}' finds no variance of the noise in the targets of {count} examples"
         raise FedBayesError(f"{what}: {why}. Give the variance of the noise as a number, or more examples")
 
     def _determined(self, variance: float) -> float:
         r"""Return :math:`\gamma`, the number of weights that the data determine under this noise."""
-        eigenvalues = torch.linalg.eigvalsh(self.gram).clamp_min(0)
+        eigenvalues = self.sums.spectrum[0].clamp_min(0)
         return float((eigenvalues / (eigenvalues + variance / self.prior_std**2)).sum())
 
     @cached_property
     def precision(self) -> Tensor:
         """Λ, inverse covariance of weights and bias, the same for every target. Shape (features + 1, features + 1)."""
-        return self.gram / self.noise_variance + torch.eye(len(self.gram)).to(self.gram) / self.prior_std**2
+        gram = self.sums.gram
+        return gram / self.noise_variance + torch.eye(len(gram)).to(gram) / self.prior_std**2
 
     @property
     def precision_mean(self) -> Tensor:
         """ΛM, shape (features + 1, targets)."""
-        return self.moment / self.noise_variance
+        return self.sums.moment / self.noise_variance
 
     @cached_property
     def _root(self) -> Tensor:
@@ -316,15 +306,15 @@ class BayesianLinearRegression:
         """
         check_numbers(inputs=inputs)
         errors.check_at_least("samples", samples, 0, error=FedBayesError)
-        features, targets = len(self.gram) - 1, self.moment.shape[1]
-        if inputs.ndim != 2 or inputs.shape[1] != features:
-            raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {features})")
+        columns, targets = self.sums.moment.shape
+        if inputs.ndim != 2 or inputs.shape[1] != columns - 1:
+            raise FedBayesError(f"inputs {tuple(inputs.shape)}: the model was fitted to (examples, {columns - 1})")
         design = with_bias(inputs)
         mean = design @ self.mean
         whitened = torch.linalg.solve_triangular(self._root, design.T, upper=False)
         epistemic = whitened.square().sum(0).unsqueeze(1).expand_as(mean)
         aleatoric = torch.full_like(mean, self.noise_variance)
-        noise = torch.randn(samples, len(design.T), targets, generator=generator, dtype=torch.float64)
+        noise = torch.randn(samples, columns, targets, generator=generator, dtype=torch.float64)
         draws = mean + whitened.T @ noise.to(mean.device)
         fields = (mean, aleatoric + epistemic, aleatoric, epistemic, draws)
         dtype = torch.result_type(inputs, 1.0)

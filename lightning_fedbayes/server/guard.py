@@ -366,7 +366,6 @@ class TensorsGuard(Guard):
         self._beside = Guard(zero, (), self.max_influence, past, *options[4:])
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """See :meth:`Guard.sizes_of`."""
         parts = [GaussianPosterior.point_mass(self._whole(each)) for each in updates]
         examples = torch.tensor([max(1, each.num_examples) for each in updates], dtype=torch.float64)
         beside = self._beside.shifts(parts)
@@ -374,25 +373,21 @@ class TensorsGuard(Guard):
         return torch.cat([super().sizes_of(updates, by_pieces=by_pieces), beside], 2)
 
     def absurd(self, updates: Sequence[ClientUpdate], sizes: Tensor) -> Tensor:
-        """See :meth:`Guard.absurd`."""
         own, beside = self._split(sizes)
         return super().absurd(updates, own) | self._beside.absurd(updates, beside)
 
     def limits(self, sizes: Tensor, weights: Sequence[float], clients: Sequence[int] = ()) -> Limits:
-        """See :meth:`Guard.limits`."""
         own, beside = self._split(sizes)
         found = [super().limits(own, weights, clients), self._beside.limits(beside, weights, clients)]
         return Limits(torch.cat([each.sizes for each in found], 1), found[0].weight)
 
     def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
-        """See :meth:`Guard.remember`."""
         (own, beside), (limits, others) = self._split(sizes), self._split(limits)
         super().remember(own, limits, clients)
         self._beside.remember(beside, others, clients)
         self.memory["beside"] = self._beside.memory["sizes"]
 
     def clipped(self, update: ClientUpdate, limits: Tensor, sizes: Tensor) -> ClientUpdate:
-        """See :meth:`Guard.clipped`."""
         (own_limits, limits), (own, sizes) = self._split(limits), self._split(sizes)
         kept = torch.where(sizes > limits, limits / sizes, 1.0)[0].tolist()
         old, whole = self._old(update.client), self._whole(update)

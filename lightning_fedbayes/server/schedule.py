@@ -1,12 +1,11 @@
 """Federations without rounds: when clients start and messages arrive, in virtual time from the seed."""
 
-import csv
 import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -74,7 +73,7 @@ class Delays:
         away: (client, from, until): in that time it can neither start nor send. What it has finished arrives when it is
             back. ``inf``: never.
         trace: client → the times of its jobs in order, repeated after the last. It replaces everything above for these
-            clients. See :meth:`from_file`.
+            clients.
     """
 
     typical: float = 1.0
@@ -105,22 +104,6 @@ class Delays:
             ends = whole and is_whole(each[0]) and is_number(each[1]) and (is_number(each[2]) or each[2] == math.inf)
             if not ends or not 0 <= each[1] < each[2]:
                 raise FederationError(f"away: {shown(each)}: give (client, from, until) with 0 ≤ from < until")
-
-    @classmethod
-    def from_file(cls, path: str | Path, **options: Any) -> "Delays":
-        """Read a trace, a CSV file with the columns "client" and "seconds", a row for each job in its order.
-
-        ``options`` are other arguments. Raise FederationError if the file or a column is missing.
-        """
-        file, trace = errors.check_path("path", path), dict[int, list[float]]()
-        try:
-            with file.open(newline="") as lines:
-                for row in csv.DictReader(lines):
-                    trace.setdefault(int(row["client"]), []).append(float(row["seconds"]))
-        except (OSError, KeyError, ValueError) as error:
-            remedy = "give a CSV file with the columns client and seconds"
-            raise FederationError(f"{file} is no trace: {error!r}; {remedy}") from error
-        return cls(trace=trace, **options)
 
     def duration(self, client: int, job: int, size: float, seed: int) -> float:
         """Return the time of job ``job``, from 0, of a client with ``size`` times the mean number of examples."""

@@ -31,7 +31,7 @@ from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregati
 from lightning_fedbayes.server.guard import USUAL, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
-from lightning_fedbayes.server.weighting import CohortWeights, check_probabilistic, check_weighting
+from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
 
 HELD_OUT_LOSS = "held_out_loss/"
 """Prefix of the figures of a round that hold a candidate's loss on held-out data."""
@@ -76,15 +76,6 @@ class RoundResult:
     def excluded(self) -> dict[int, str]:
         """Client → why the rule left it out of the fusion."""
         return {} if self.aggregate is None else self.aggregate.excluded
-
-
-@dataclass(frozen=True)
-class ProcessReport:
-    """Report of one process to the others at the end of its clients' training: outcomes, admitted clients, a note."""
-
-    outcomes: Sequence[ClientOutcome]
-    admitted: Mapping[str, Admitted]
-    note: Any
 
 
 class Server:
@@ -147,7 +138,6 @@ class Server:
         check_posterior(posterior, "posterior")
         check_mapping("buffers", {} if buffers is None else buffers, Tensor)
         check_weighting(weighting)
-        check_probabilistic(weighting, posterior)
         check_kind("safeguards", safeguards, Safeguards, "give fb.Safeguards(...)")
         self.posterior = posterior
         self.method = get_method(fusion)
@@ -267,13 +257,13 @@ class Server:
             own = [replace(each, error=each.error and sendable(each.error)) for each in own]
         admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
         outcomes, everyone, notes, refused, count = [], [], [], {}, 0
-        mine = ProcessReport(own, admitted, note)
-        for report in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
-            outcomes += report.outcomes
-            everyone.append(report.admitted)
-            notes.append(report.note)
-            count += len(next(iter(report.admitted.values())).clients)
-            for each in report.admitted.values():
+        mine = own, admitted, note
+        for heard, known, said in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
+            outcomes += heard
+            everyone.append(known)
+            notes.append(said)
+            count += len(next(iter(known.values())).clients)
+            for each in known.values():
                 refused.update(each.refused)  # updates that turn out not to count, now that all are known
         if self.collective.size > 1:
             outcomes.sort(key=lambda outcome: outcome.client)

@@ -170,7 +170,6 @@ class SiteGuard(Guard):
         return [*(old + new * (messages >= SETTLED) for old, new in zip(before, terms)), messages + 1]
 
     def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
-        """See :meth:`Guard.remember`."""
         before = self.memory.get("sizes")
         compared = sizes if self.part == 1 else self._remember_clients(sizes, limits, clients)
         cosines = torch.tensor([self._against[client] for client in clients], dtype=torch.float64)

@@ -141,7 +141,6 @@ class SumsGuard(Guard):
         self._has_head = all(f"sums.{name}" in posterior.mean for name in SUMS)
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
-        """See :meth:`Guard.sizes_of`."""
         claims = [self._claim(update) for update in updates]
         rows = [claim.sizes if self._has_head else [0.0] * (NOISE + 1) for claim in claims]
         return torch.tensor(rows, dtype=torch.float64).nan_to_num_(nan=math.inf)[:, :, None]
@@ -188,7 +187,6 @@ class SumsGuard(Guard):
         return Limits(limits[:, None], sum(weights) / len(weights))
 
     def remember(self, sizes: Tensor, limits: Tensor, clients: Sequence[int]) -> None:
-        """See :meth:`Guard.remember`."""
         lengths = sizes[:, : self.num_lengths, 0].sort(0).values
         usual = lengths[-2] if len(lengths) >= RANKED else lengths[-1]
         self.memory["sizes"] = torch.maximum(usual, DECAY**self.part * self.memory.get("sizes", usual))

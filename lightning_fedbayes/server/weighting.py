@@ -60,53 +60,36 @@ def train_size(facts: ClientFacts) -> float:
 def distance(facts: ClientFacts) -> float:
     r"""Return the closeness to the previous global posterior q_g, :math:`\gamma_k = 1 / KL(q_g \| q_k)`.
 
-    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. Raise FusionError if
-    the network has no probabilistic parameter.
-    When to use it: clients that drift far should count less. Source: [FBDL] eq. (21).
+    The KL is summed over the probabilistic parameters. A deterministic network has :math:`\|\mu_g - \mu_k\|^2` in its
+    place. Either is at least :data:`SMALLEST_DISTANCE`.
+
+    When to use it: clients that drift far should count less. Source: [FBDL] eq. (21) and §2.6.4.
     """
-    check_probabilistic("distance", facts.posterior)
     mean, variance = facts.posterior.flatten()
-    previous_mean, previous_variance = facts.previous.flatten()
+    before, spread = facts.previous.flatten()
     random = variance > 0  # the global posterior of some rules has a spread where clients have none
-    kl = gaussian_kl(previous_mean[random], previous_variance[random], mean[random], variance[random])
+    if not bool(random.any()):
+        return 1 / max(float((mean - before).square().sum()), SMALLEST_DISTANCE)
+    kl = gaussian_kl(before[random], spread[random], mean[random], variance[random])
     return 1 / max(float(kl), SMALLEST_DISTANCE)
 
 
-def distance_l2(facts: ClientFacts) -> float:
-    r"""Return :func:`distance` for deterministic networks, :math:`\gamma_k = 1 / \|\mu_k - \mu_g\|^2`.
-
-    Source: [FBDL] §2.6.4, which names the L2 norm for deterministic models.
-    """
-    mean, _ = facts.posterior.flatten()
-    previous, _ = facts.previous.flatten()
-    return 1 / max(float((mean - previous).square().sum()), SMALLEST_DISTANCE)
-
-
 def max_discrepancy(facts: Sequence[ClientFacts]) -> Tensor:
-    r"""Closeness to the nearest other client, :math:`\gamma_k = \max_{j \ne k} 1 / KL(q_k \| q_j)`.
+    r"""Return closeness to the nearest other client, :math:`\gamma_k = \max_{j \ne k} 1 / KL(q_k \| q_j)`, (clients,).
 
-    The KL is summed over the probabilistic parameters, and is at least :data:`SMALLEST_DISTANCE`. A single client gets
-    weight 1. Raise FusionError if the network has no probabilistic parameter. When to use it: outliers should count
-    less. Source: [FBDL] eq. (20).
+    KL and squared distance as for :func:`distance`. A single client gets weight 1.
+
+    When to use it: outliers should count less. Source: [FBDL] eq. (20) and §2.6.3.
     """
-    check_probabilistic("max_discrepancy", facts[0].posterior)
-    return _closeness(facts, lambda q, p: gaussian_kl(*q, *p))
-
-
-def max_discrepancy_l2(facts: Sequence[ClientFacts]) -> Tensor:
-    r"""As :func:`max_discrepancy` for deterministic networks, :math:`\gamma_k = \max_{j\ne k} 1/\|\mu_k - \mu_j\|^2`.
-
-    Source: [FBDL] §2.6.3, which names the L2 norm for deterministic models.
-    """
-    return _closeness(facts, lambda q, p: (q[0] - p[0]).square().sum())
-
-
-def _closeness(facts: Sequence[ClientFacts], divergence: Callable[..., Tensor]) -> Tensor:
-    """Return 1 / distance to the nearest other client, shape (clients,)."""
     flat = [each.posterior.flatten() for each in facts]
     if len(flat) == 1:
         return torch.ones(1, dtype=torch.float64)
-    nearest_other = [min(float(divergence(q, p)) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)]
+    is_random = any(bool((variance > 0).any()) for _, variance in flat)
+
+    def divergence(q: tuple[Tensor, Tensor], p: tuple[Tensor, Tensor]) -> float:
+        return float(gaussian_kl(*q, *p) if is_random else (q[0] - p[0]).square().sum())
+
+    nearest_other = [min(divergence(q, p) for j, p in enumerate(flat) if j != k) for k, q in enumerate(flat)]
     return 1 / torch.tensor(nearest_other, dtype=torch.float64).clamp_min(SMALLEST_DISTANCE)
 
 
@@ -165,12 +148,10 @@ class KnownOverlap:
         return weights
 
 
-PER_CLIENT: dict[str, ClientWeight] = {each.__name__: each for each in (equal, train_size, distance, distance_l2)}
+PER_CLIENT: dict[str, ClientWeight] = {each.__name__: each for each in (equal, train_size, distance)}
 """Weightings that look at one client at a time, so that posteriors stream."""
-PER_COHORT: dict[str, CohortWeights] = {"max_discrepancy": max_discrepancy, "max_discrepancy_l2": max_discrepancy_l2}
+PER_COHORT: dict[str, CohortWeights] = {"max_discrepancy": max_discrepancy}
 """Weightings that compare the clients of a round, so that all their posteriors are held."""
-OF_DISTRIBUTIONS = ("distance", "max_discrepancy")
-"""Weightings by KL divergence, which point masses do not have."""
 
 
 def client_weights(weighting: str | CohortWeights, facts: Sequence[ClientFacts]) -> list[float]:
@@ -207,18 +188,6 @@ def check_weighting(weighting: str | CohortWeights) -> None:
     known = isinstance(weighting, str) and (weighting in PER_CLIENT or weighting in PER_COHORT)
     if not callable(weighting) and not known:
         check_choice("weighting", weighting, [*PER_CLIENT, *PER_COHORT], error=FusionError)
-
-
-def check_probabilistic(weighting: str | CohortWeights, posterior: GaussianPosterior) -> None:
-    """Raise FusionError if ``weighting`` compares distributions, and all parameters are deterministic.
-
-    A function is not checked. Source: [FBDL] §2.6.3 and §2.6.4, which name the L2 norm for deterministic models.
-    """
-    if callable(weighting) or weighting not in OF_DISTRIBUTIONS:
-        return
-    if not any(bool((variance > 0).any()) for variance in posterior.variance.values()):
-        what = f"weighting '{weighting}' compares probabilistic parameters and this network has none"
-        raise FusionError(f"{what}; use '{weighting}_l2'")
 
 
 def effective_clients(weights: Sequence[float]) -> float:

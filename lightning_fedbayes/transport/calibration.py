@@ -24,9 +24,6 @@ from lightning_fedbayes.transport.checkpoint import write_whole
 from lightning_fedbayes.transport.messages import MOST_EXAMPLES
 
 TEMPERATURE = "temperature"
-REQUEST = ("kind", "temperature", "bins", "epsilon", "trial")
-"""Keys of a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch (0: no noise), and
-True if the client is to try one batch and send nothing of it."""
 
 Calibration = FederatedTemperature | FederatedConformal
 Ask = Callable[[dict[str, Any], "set[int] | None", Kind], Mapping[int, Message | FedBayesError]]
@@ -43,7 +40,10 @@ def check_calibration(callbacks: Any) -> Sequence[Calibration]:
 
 
 def request_of(callback: Calibration, temperature: float, trial: bool = False) -> dict[str, Any]:
-    """Return the request of a calibration. See :data:`REQUEST`."""
+    """Return a request: "temperature" or a kind of scores, T of the logits, cells and ε of the sketch (0: no noise).
+
+    With ``trial`` the client is to try one batch and send nothing of it.
+    """
     if isinstance(callback, FederatedTemperature):
         kind, bins, epsilon = TEMPERATURE, 1, 0.0
     else:
@@ -134,11 +134,11 @@ def answer(
     return sketch.noisy(request["epsilon"], secrets.token_hex(32)) if request["epsilon"] else sketch
 
 
-def request_in(config: Mapping[str, Any], door: Door) -> tuple[dict[str, Any], Kind]:
-    """Return a message's request, and the kind of its answer. Raise NotSent if that must not leave the client."""
-    kind: Kind = "temperature" if config["kind"] == TEMPERATURE else "counts"
-    door.check(kind, config["epsilon"] or None)
-    return {key: config[key] for key in REQUEST}, kind
+def kind_of_answer(request: Mapping[str, Any], door: Door) -> Kind:
+    """Return the kind of the answer to a request. Raise NotSent if that must not leave the client."""
+    kind: Kind = "temperature" if request["kind"] == TEMPERATURE else "counts"
+    door.check(kind, request["epsilon"] or None)
+    return kind
 
 
 TWICE: tuple[str, ...] = ("epsilon", "epsilon_again")

@@ -54,6 +54,8 @@ class Rounds:
 
     late: Late | None = None
     """Way in which averages take late messages. None with rounds."""
+    course: Any = None
+    """Messages under way, by a transport, in a federation without rounds. None with rounds."""
 
     def __init__(
         self,
@@ -120,33 +122,22 @@ class Rounds:
         self.server = Server(
             posterior, buffers, fusion=self.method, weighting=self.weighting, safeguards=self.safeguards, late=self.late
         )
-        self.best, under_way = {}, {}
+        self.best, self.resumed = {}, {}
         if self.checkpoint is not None and self.checkpoint.exists():
             stored = ServerState.load(self.checkpoint)
             self._check_same(stored, posterior)
             self._federation, self.numbers = stored.federation, dict(stored.numbers)
-            self.best, under_way = dict(stored.best), dict(stored.under_way)
+            self.best, self.resumed = dict(stored.best), dict(stored.under_way)
             self.server.load_state_dict(stored.server)
             self.steps.load_state_dict(stored.steps)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
-        self.go_on(under_way)
         return self.server
-
-    def go_on(self, under_way: Mapping[str, Any]) -> None:
-        """Restore :meth:`under_way` of a run that has ended too early. Empty at the beginning."""
 
     def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
         """Note the number of ``rounds``. Ask clients for their steps, where the module wants to know those of all."""
         if self._asks_for_steps and not self.steps.announced:
             self.steps.announce(calibrating.usable(ask(), lambda message: message))
         self._rounds = rounds, self.steps.total(rounds, self.fraction, self.seed)
-
-    def under_way(self) -> dict[str, Any]:
-        """Return the messages under way, for a checkpoint."""
-        return {}
-
-    def ended(self, outcomes: Sequence[ClientOutcome]) -> None:
-        """Note the outcomes of a fusion, before the checkpoint is written."""
 
     def _check_same(self, stored: ServerState, begun: GaussianPosterior) -> None:
         reasons = [] if stored.seed == self.seed else [f"seed={self.seed} (was {stored.seed})"]
@@ -221,7 +212,8 @@ class Rounds:
         finally:
             if server.rounds == server_round:
                 self.steps.end_round(server_round - 1, final)
-                self.ended(outcomes)
+                if self.course is not None:
+                    self.course.end(outcomes)
             self.save({})
         good = {each.client for each in outcomes if each.error is None}
         self._own |= {client: update for client, update in self._sent.items() if client in good}
@@ -246,7 +238,8 @@ class Rounds:
     def save(self, calibration: dict[str, dict[str, Any]]) -> None:
         """Write the checkpoint, if there is one."""
         if self.checkpoint is not None:
-            parts = (self.running.state_dict(), calibration, self.numbers, self.best, self.under_way())
+            under_way = {} if self.course is None else self.course.state_dict()
+            parts = (self.running.state_dict(), calibration, self.numbers, self.best, under_way)
             ServerState(self._federation, self.seed, *parts, self.steps.state_dict()).save(self.checkpoint)
 
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:

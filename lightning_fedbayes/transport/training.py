@@ -91,7 +91,6 @@ class ClientTraining(TrainsClients):
             raise errors.FederationError(f"fusion='auto' {why}; name one rule")
         self._initial: dict[str, Tensor] | None = None
         self._engine: Any = None
-        self._loop: Any = None
         self.figures: dict[str, float] = {}  # of the last round's steps
         self.is_as_planned = True  # as many as batches, whatever is in them
 

@@ -1,7 +1,6 @@
 """The report of every client: what is logged, and what is left alone."""
 
 import csv
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,32 +41,24 @@ def test_validation_and_test_log_mean_worst_and_spread_of_the_clients(tmp_path):
         {"keep": ["posterior"], "local_parameters": ["network.2.*"], "buffers": "local"},
     ],
 )
-def test_the_own_posteriors_of_clients_are_scored_on_their_data_and_at_the_end_on_that_of_all(options, tmp_path):
+def test_the_own_posteriors_of_clients_are_scored_on_their_data(options, tmp_path):
     module, logger, sizes = bayesian(), CSVLogger(tmp_path), (9, 12, 8)
     callback, report = fb.FederatedBayes(**options), fb.ClientReport()
     parts = loader(clients(40, 30, 20))
     made = federate(module, callback, 2, parts, batches(*sizes), logger=logger, callbacks=[report])
-    before, held_out, own, rows = parameters(module), clients(*sizes), [], []
+    before, held_out, own = parameters(module), clients(*sizes), []
     for number, (name, data) in enumerate(zip(held_out.names, held_out.datasets, strict=True)):
-        with callback.holding(number) as held:
+        with callback.federation.holding(number) as held:
             assert_equal(dict(held.mean), {name: fb.read_posterior(module).mean[name] for name in held.names})
             own.append(fb.evaluate_clients(module, fb.ClientDatasets({name: data}), batch_size=8).rows()[0])
-            rows.append(fb.evaluate_clients(module, held_out, batch_size=8).values["nll"])
-    personal, across = report.scores["personal/val"], report.across.values["nll"]
+    personal = report.scores["personal/val"]
     assert personal.rows() == own
-    assert torch.equal(across, torch.stack(rows))
-    assert torch.equal(across.diagonal(), personal.values["nll"])
     assert_equal(parameters(module), before)
     logged = float(made.callback_metrics["val/personal/nll"])
     assert logged == pytest.approx(personal.mean("nll"))
     assert logged != pytest.approx(float(made.callback_metrics["val/clients/nll"]))
     with open(f"{logger.log_dir}/val_personal.csv") as file:
         assert [row["client"] for row in csv.DictReader(file)] == ["c0", "c1", "c2"]
-    with open(f"{logger.log_dir}/val_across.csv") as file:
-        head, *lines = csv.reader(file)
-    assert head == ["nll: model on data of", "c0", "c1", "c2"]
-    assert [float(each) for each in lines[1][1:]] == pytest.approx(rows[1].tolist())
-    assert Path(logger.log_dir, "val_across.png").stat().st_size > 1000
 
 
 def test_own_posteriors_of_the_users_own_module_and_of_another_model():
@@ -77,7 +68,7 @@ def test_own_posteriors_of_the_users_own_module_and_of_another_model():
     expected = fb.evaluate_clients(own, fb.ClientDatasets({"c1": clients(9, 12).datasets[1]}), batch_size=8)
     assert report.scores["personal/val"].rows()[1] == expected.rows()[0]
     torch.nn.init.zeros_(module.net[0].weight)
-    with pytest.raises(FederationError, match="the module holds another model"), callback.holding(0):
+    with pytest.raises(FederationError, match="the module holds another model"), callback.federation.holding(0):
         pass
     tested = trainer(1, [report]).test(bayesian(), batches(9, 12), verbose=False)
     assert not any("personal" in name for name in tested[0])

@@ -54,7 +54,7 @@ FAULTS = ["raises late", "raises in backward", "nan loss", "infinite parameter"]
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    ("weighting", "options"), [("train_size", {}), ("max_discrepancy_l2", {"gradient_clip_val": 1e9})]
+    ("weighting", "options"), [("train_size", {}), ("max_discrepancy", {"gradient_clip_val": 1e9})]
 )
 def test_a_failing_client_is_left_out_and_the_others_count(fault, weighting, options, caplog):
     """The result is that of the others alone: same data, same seeds."""

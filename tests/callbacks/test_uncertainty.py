@@ -68,7 +68,7 @@ def test_areas_are_those_of_all_predictions(samples, stage):
     by_sample = probs.view(-1, EXAMPLES, CLASSES)
     expected = {
         f"{stage}/retained_area_{name}": float(
-            functional.accuracy_retained_area(correct_of(probs, target), measure(by_sample))
+            functional.accuracy_retained(correct_of(probs, target), measure(by_sample)).area
         )
         for name, measure in AREAS.items()
     }

@@ -62,9 +62,7 @@ def test_rows_are_those_of_each_model_on_all_data_and_the_diagonal_those_of_the_
         assert torch.equal(values.diagonal(), own.values[figure])
         for row, name in zip(values, data.names, strict=True):
             assert torch.equal(row, fb.evaluate_clients(models[name], data, batch_size=5).values[figure])
-    only = fb.evaluate_across(models, data, figure="accuracy", batch_size=5)
-    assert list(only.values) == ["accuracy"]
-    assert only.table()[0][0] == "accuracy: model on data of"
+    assert scores.table("accuracy")[0][0] == "accuracy: model on data of"
 
 
 def test_a_permutation_of_the_clients_permutes_the_matrix():
@@ -194,7 +192,7 @@ PAIR = named(torch.ones(2, 2))
         (lambda: fb.evaluate_across({}, clients(5)), "different names, such as 'c0'"),
         (lambda: fb.evaluate_across(network(), clients(5)), "name of the client → module"),
         (lambda: fb.evaluate_across({}, blobs()), "ClientDatasets"),
-        (lambda: fb.evaluate_across(own_models(clients(5, 4)), clients(5, 4), figure="nl"), "did you mean 'nll'"),
+        (lambda: PAIR.table("nl"), "did you mean 'nll'"),
         (lambda: CrossScores(("a",), {}), "values is empty"),
         (lambda: CrossScores(("a",), {"nll": torch.ones(2, 2)}), "a row for each client's model"),
         (lambda: PAIR.effects(), "from 3 on"),

@@ -28,7 +28,6 @@ def test_every_client_is_scored_on_its_own_data_whatever_the_batches():
         assert float(scores.values["accuracy"][k]) == pytest.approx(float((logits.argmax(1) == y).float().mean()))
     x, y = (torch.cat(each) for each in zip(*(part.tensors for part in data.datasets)))
     assert scores.mean("nll") == pytest.approx(float(nn.functional.cross_entropy(module(x).detach(), y)), rel=1e-5)
-    assert scores.mean("nll", "clients") == pytest.approx(float(scores.values["nll"].mean()), rel=1e-6)
 
 
 def test_a_regressor_is_scored_in_root_mean_squares_nats_and_coverage():
@@ -72,7 +71,6 @@ def test_a_client_without_a_value_counts_nowhere():
     scores = ClientScores(("a", "b", "c"), (10, 1000, 30), values)
     assert scores.mean("val/accuracy") == 0.875
     assert (scores.worst("val/accuracy"), scores.spread("val/accuracy")) == (0.5, 0.25)
-    assert scores.mean("nll", "clients") == 2
 
 
 def test_what_is_held_out_and_the_rest_are_all_of_a_client_and_do_not_depend_on_the_others():

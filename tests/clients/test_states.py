@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_complete_federation_holds_them(engine, on_disk, tmp_p
     module = bayesian(seed=1)
     federate(module, again, 2, ckpt_path=tmp_path / "done.ckpt").save_checkpoint(tmp_path / "again.ckpt")
     assert_close(first.posterior_of(1, 0.5), again.posterior_of(1, 0.5))
-    with again.holding(1) as held:
+    with again.federation.holding(1) as held:
         assert_close(first.posterior_of(1, 1.0), held)
     federate(bayesian(), longer, 3, ckpt_path=tmp_path / "again.ckpt")
     assert longer.history[:2] == first.history

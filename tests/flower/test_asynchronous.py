@@ -1,4 +1,4 @@
-"""Federations without rounds over Flower: their logs repeat them, in one process or over Flower, to the last bit."""
+"""Federations without rounds over Flower: their logs repeat them in one process to the last bit."""
 
 from pkgutil import resolve_name
 
@@ -70,7 +70,7 @@ CASES = {
 
 @pytest.mark.parametrize(("make", "client", "schedule"), CASES.values(), ids=CASES)
 def test_a_log_repeats_a_run_to_the_last_bit(make, client, schedule, tmp_path):
-    """In one process, and over Flower, where messages arrive in another order; BatchNorm's buffers, too."""
+    """In one process; BatchNorm's buffers, too."""
     weighting = "equal" if client["fusion"] == "sites" else "train_size"
     first = federation(tmp_path, client["fusion"], schedule, weighting=weighting)
     grid = SlowGrid(client_apps(make=make, state_folder=tmp_path, **client), slow={2: 5})
@@ -80,15 +80,8 @@ def test_a_log_repeats_a_run_to_the_last_bit(make, client, schedule, tmp_path):
     assert sum(late) >= 3
     alone = in_process(8, make, **client, weighting=weighting, schedule=again(tmp_path, schedule.late), seed=3)
     assert_same(first, alone)
-    (tmp_path / "again").mkdir()
-    second = federation(tmp_path / "again", client["fusion"], again(tmp_path, schedule.late), weighting=weighting)
-    apps = client_apps(make=make, shared=False, state_folder=tmp_path / "again", **client)
-    run(SlowGrid(apps, seed=1, slow={0: 3}), second, 8, make=make)
-    assert_same(second, alone)
     for name, value in first.server.buffers.items():
-        assert torch.equal(value, second.server.buffers[name])
-    played = [{**line, "refused": [], "began": []} for line in lines(tmp_path)]
-    assert [{**line, "began": []} for line in lines(tmp_path / "again")] == played
+        assert torch.equal(value, alone.federation.server.buffers[name])
 
 
 @pytest.mark.slow
@@ -194,6 +187,7 @@ def test_without_delays_it_is_a_federation_by_rounds(tmp_path):
 
 REFUSED = {
     "delays of a simulation": ({"schedule": fb.Asynchronous(delays=fb.Delays(2.0))}, "over a network the real ones"),
+    "a log": ({"schedule": fb.Asynchronous(replay="x.jsonl")}, "replay= repeats a log in one process"),
     "a small buffer": ({"schedule": BY_TWO, "safeguards": fb.Safeguards(min_clients=3)}, "every fusion would have too"),
     "a fraction": ({"schedule": BY_TWO, "fraction": 0.5}, r"say how many clients train at once by concurrency="),
     "nothing scored": ({"schedule": None, "monitor": "val/nll"}, "nothing is scored; give evaluate=True"),

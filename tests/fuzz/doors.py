@@ -104,8 +104,6 @@ def measure(metric, *arguments, **options):
         metrics.ClientAccuracy: (PROBS, TARGET, TARGET),
         metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
         metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
-        metrics.PredictiveEntropy: (SAMPLES,),
-        metrics.OutOfDistributionFPR: (torch.rand(2), TARGET == 1),
     }.get(metric, (PROBS, TARGET))
     made.update(*batch)
     made.compute()
@@ -474,7 +472,7 @@ DOORS = {
     "ScoreSketch.__add__": door(SKETCH.__add__, other=SKETCH),
     "evaluate_clients": door(fb.evaluate_clients, module=PREDICTIVE, clients=OWN, batch_size=4),
     "evaluate_across": door(
-        fb.evaluate_across, modules={"north": PREDICTIVE, "south": PREDICTIVE}, clients=OWN, figure="nll", batch_size=4
+        fb.evaluate_across, modules={"north": PREDICTIVE, "south": PREDICTIVE}, clients=OWN, batch_size=4
     ),
     "CrossScores": door(CrossScores, names=("a", "b"), values={"nll": torch.ones(2, 2)}),
     "CrossScores.others": door(ACROSS.others, figure="nll"),
@@ -491,10 +489,10 @@ DOORS = {
         batch_size=4,
     ),
     "ClientScores": door(ClientScores, names=("a", "b"), num_examples=(3, 4), values={"nll": torch.ones(2)}),
-    "ClientScores.mean": door(SCORES.mean, figure="nll", weighting="clients"),
+    "ClientScores.mean": door(SCORES.mean, figure="nll"),
     "ClientScores.worst": door(SCORES.worst, figure="nll", fraction=0.5),
     "ClientScores.spread": door(SCORES.spread, figure="nll"),
-    "FederatedConformal": door(fb.FederatedConformal, per_client=True, shrinkage=1.0, bins=16, epsilon=1.0),
+    "FederatedConformal": door(fb.FederatedConformal, per_client=True, bins=16, epsilon=1.0),
     "FederatedConformal.fit": door(
         partial(quietly, fb.FederatedConformal().fit), clients={"a": torch.rand(9), "b": SKETCH}
     ),
@@ -525,11 +523,9 @@ DOORS = {
     "gaussian_parameters": door(layers.gaussian_parameters, module=bayesian()),
     "mean_only": door(partial(entered, layers.mean_only), module=bayesian()),
     "evaluation_mode": door(partial(entered, layers.evaluation_mode), module=bayesian()),
-    "use_estimator": door(partial(entered, layers.use_estimator), module=bayesian(), name="flipout"),
     "PosteriorView": door(layers.PosteriorView, module=bayesian()),
     "MCDropout": door(layers.MCDropout),
     "NormalPrior": door(layers.NormalPrior),
-    "TiedMeanPrior": door(layers.TiedMeanPrior, std=1.0),
     "ScaleMixturePrior": door(mixture, weight=0.5, std1=1.0, std2=0.1),
     "Reparameterized": door(partial(layer, layers.Reparameterized), module=nn.LSTM(2, 2)),
     **{
@@ -619,8 +615,6 @@ DOORS = {
     "LinearStatistics": door(LinearStatistics, **vars(LinearStatistics.of(X, Y))),
     "LinearStatistics.of": door(fb.modules.LinearStatistics.of, inputs=X, targets=Y),
     "mlp": door(modules.mlp, features=2, outputs=2, hidden=(3,)),
-    "lenet": door(modules.lenet, classes=2, size=16),
-    "resnet20": door(modules.resnet20, channels=1, classes=2),
     "draws_from_posterior": door(modules.draws_from_posterior, posterior=posterior(), samples=2),
     "draws_from_clients": door(modules.draws_from_clients, clients=THREE),
     "is_stochastic": door(modules.is_stochastic, network=bayesian()),
@@ -630,7 +624,6 @@ DOORS = {
     "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),
     "ClientAccuracy": door(partial(measure, metrics.ClientAccuracy), clients=3),
     "IntervalCoverage": door(partial(measure, metrics.IntervalCoverage), level=0.9),
-    "PredictiveEntropy": door(partial(measure, metrics.PredictiveEntropy)),
     "ClientAccuracy.update": door(
         lambda **batch: updated(metrics.ClientAccuracy(2), **batch), probs=PROBS, target=TARGET, client=TARGET
     ),
@@ -638,12 +631,6 @@ DOORS = {
         lambda **batch: updated(metrics.AccuracyRetained(10), **batch),
         correct=TARGET == 0,
         uncertainty=torch.tensor([0.1, 0.2]),
-    ),
-    "OutOfDistributionFPR": door(partial(measure, metrics.OutOfDistributionFPR), recall=0.9),
-    "OutOfDistributionFPR.update": door(
-        lambda **batch: updated(metrics.OutOfDistributionFPR(), **batch),
-        uncertainty=torch.tensor([0.1, 0.2]),
-        out=TARGET == 1,
     ),
     "ConcordanceIndex": door(
         lambda **batch: updated(metrics.ConcordanceIndex(), **batch),
@@ -654,8 +641,6 @@ DOORS = {
     "concordance_index": door(
         functional.concordance_index, risk=torch.tensor([0.1, 0.2]), time=torch.ones(2), event=TARGET
     ),
-    "ood_auroc": door(functional.ood_auroc, uncertainty_in=torch.rand(3), uncertainty_out=torch.rand(2)),
-    "ood_fpr": door(functional.ood_fpr, uncertainty_in=torch.rand(3), uncertainty_out=torch.rand(2), recall=0.9),
     **{
         name: door(getattr(functional, name), probs=PROBS, target=TARGET)
         for name in ("brier_score", "negative_log_likelihood")
@@ -666,13 +651,7 @@ DOORS = {
     },
     **{
         name: door(getattr(functional, name), probs=SAMPLES)
-        for name in (
-            "aleatoric_covariance",
-            "kwon_aleatoric",
-            "epistemic_covariance",
-            "kwon_epistemic",
-            "mutual_information",
-        )
+        for name in ("kwon_aleatoric", "kwon_epistemic", "mutual_information")
     },
     "predictive_entropy": door(functional.predictive_entropy, probs=SAMPLES),
     **{
@@ -682,12 +661,8 @@ DOORS = {
     "interval_coverage": door(
         functional.interval_coverage, mean=torch.zeros(2), variance=torch.ones(2), target=torch.ones(2), level=0.9
     ),
-    "ensemble_crps": door(functional.ensemble_crps, samples=SAMPLES[:, :, 0], target=torch.zeros(2)),
     "determinant_sharpness": door(functional.determinant_sharpness, covariance=torch.eye(2)),
-    **{
-        name: door(getattr(functional, name), correct=TARGET == 0, uncertainty=torch.tensor([0.1, 0.2]))
-        for name in ("accuracy_retained_area", "accuracy_retained_curve")
-    },
+    "accuracy_retained": door(functional.accuracy_retained, correct=TARGET == 0, uncertainty=torch.tensor([0.1, 0.2])),
     "weighted_accuracy": door(functional.weighted_accuracy, accuracies=[0.5, 1.0], weights=[1, 2]),
     "worst_fraction_accuracy": door(functional.worst_fraction_accuracy, accuracies=[0.5, 1.0], fraction=0.5),
 }

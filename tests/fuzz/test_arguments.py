@@ -23,13 +23,13 @@ VALUES = st.one_of(
 )
 NO_DOORS = """
 BayesianLayer Bernoulli BrierScore CalibrationBins ClassPrediction ClientReport Clients Cohort Conflation
-CoordinateMedian Cox DeterminantSharpness EnsembleCRPS Estimator Fused FusionAccumulator FusionRule GaussianCRPS
-GaussianFit GaussianNLL GaussianParameter Gram GramRule HellingerBarycenter HierarchicalFit HonestMoments
-InferredRule Knowledge KwonAleatoric KwonEpistemic LearnedPosterior Likelihood LikelihoodModule LinearPool
-LogVarianceAverage MutualInformation NegativeLogLikelihood OutOfDistributionAUROC Population PosteriorSource
-Preaggregation Prior RegressionPrediction ReliabilityRule RetainedCurve ReverseKLBarycenter RoundResult RuleState
-ServerOptimizer SplitDataModule Statistics SumRule Sums SurvivalPrediction TensorDataModule WassersteinBarycenter
-WeightedAverage WeightedConflation WeightedSum gram_of outputs_with
+CoordinateMedian Cox DeterminantSharpness Estimator Fused FusionAccumulator FusionRule GaussianCRPS GaussianFit
+GaussianNLL GaussianParameter Gram GramRule HierarchicalFit HonestMoments InferredRule Knowledge KwonAleatoric
+KwonEpistemic LearnedPosterior Likelihood LikelihoodModule LinearPool LogVarianceAverage MutualInformation
+NegativeLogLikelihood Population PosteriorSource Preaggregation PredictiveEntropy Prior RegressionPrediction
+ReliabilityRule RetainedCurve ReverseKLBarycenter RoundResult RuleState ServerOptimizer SplitDataModule Statistics
+SumRule Sums SurvivalPrediction WassersteinBarycenter WeightedAverage WeightedConflation WeightedSum gram_of
+outputs_with
 """
 """Values that the package makes, types, base classes whose subclasses are doors, and callables without arguments."""
 ran = 0

@@ -43,7 +43,7 @@ def test_bias_variants(kind, estimator, bias, bayesian_bias):
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_are_equal_and_independent(kind, estimator, clone):
-    layer = make(kind, estimator, prior=layers.TiedMeanPrior(0.3))
+    layer = make(kind, estimator, prior=layers.NormalPrior(0.1, 0.3))
     twin, x = clone(layer), example(kind)
     torch.manual_seed(1)
     y = layer(x)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.networks import lenet, resnet20
 from lightning_fedbayes import layers as bayes
 from lightning_fedbayes import with_mc_dropout
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.modules import is_stochastic, lenet, resnet20, sample_outputs
+from lightning_fedbayes.modules import is_stochastic, sample_outputs
 from tests.refusals import refusals
 
 from .helpers import KINDS, example
@@ -49,8 +50,9 @@ def test_moped_is_delta_times_the_weight_around_a_centred_prior():
         assert torch.equal(each.prior.mean, w)
         assert each.prior.std == 0.5
     assert bayes.gaussian_parameters(bayesian)["head.0.weight"].std[0, 0] > 1e-5
-    tied = bayes.bayesianize(network, last=1, init="pretrained", prior=bayes.TiedMeanPrior(0.1))
-    assert isinstance(tied.head[2].priors["weight"], bayes.TiedMeanPrior)
+    prior = bayes.NormalPrior(0.0, 0.1)
+    own = bayes.bayesianize(network, last=1, init="pretrained", prior=prior)
+    assert own.head[2].priors["weight"] is prior
 
 
 def test_fresh_keeps_nothing_and_takes_the_std():
@@ -199,7 +201,7 @@ test_what_cannot_be_converted_is_refused_with_the_reason = refusals(
     (LeNet(), {"types": [nn.LSTM]}, r"no layer is an instance of \['LSTM'\]; the network has Conv2d"),
     (LeNet(), {"last": 1, "init": "moped"}, "init='moped': did you mean"),
     (LeNet(), {"last": 1, "init": "pretrained", "posterior_std": 0.1}, "takes delta"),
-    (LeNet(), {"last": 1, "prior": bayes.TiedMeanPrior(1.0), "prior_std": 1.0}, "give no .*prior_std"),
+    (LeNet(), {"last": 1, "prior": bayes.NormalPrior(0.0, 1.0), "prior_std": 1.0}, "give no .*prior_std"),
     (LeNet(), {"last": 1, "prior_std": 0.0}, "prior_std=0.0: .*standard deviation"),
     (nn.Sequential(bayes.LinearReparameterization(2, 2)), {"names": ["0"]}, "Bayesian already"),
     (nn.Sequential(nn.Linear(2, 2), bayes.LinearReparameterization(2, 2)), {"last": 1}, r"\['1'\] are Bayesian"),

@@ -11,7 +11,7 @@ from torch.distributions import kl_divergence as torch_kl
 from torch.func import vmap
 
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.layers import NormalPrior, ScaleMixturePrior, TiedMeanPrior, kl
+from lightning_fedbayes.layers import NormalPrior, ScaleMixturePrior, kl
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import JointDraw, gaussian_kl_sum
 from tests.refusals import refusals
@@ -229,13 +229,6 @@ def gaussian():
     return torch.randn(4, 3), torch.rand(4, 3) + 0.1
 
 
-def test_tied_mean_penalises_the_spread_only(gaussian):
-    mean, std = gaussian[0].requires_grad_(), gaussian[1]
-    kl = TiedMeanPrior(0.7).kl(mean, std)
-    torch.testing.assert_close(kl, torch_kl(TorchNormal(mean, std), TorchNormal(mean, 0.7)).sum())
-    assert not kl.requires_grad
-
-
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_scale_mixture_of_one_component_is_normal_in_expectation(gaussian, weight):
     prior = ScaleMixturePrior(weight, 0.5, 2.0)
@@ -253,14 +246,13 @@ def test_scale_mixture_matches_numerical_integration():
         TorchNormal(0.0, 0.1).log_prob(grid) + torch.tensor(0.7).log(),
     )
     exact = torch.trapezoid(q.exp() * (q - p), grid)
-    values = torch.stack([prior.kl_at(torch.tensor([mean]), torch.tensor([std]), torch.randn(1)) for _ in range(4000)])
+    values = torch.stack([prior.kl(torch.tensor([mean]), torch.tensor([std])) for _ in range(4000)])
     assert abs(values.mean() - exact) < 5 * values.std() / 4000**0.5
 
 
 test_improper_priors_are_refused = refusals(
     ConversionError,
     (lambda: NormalPrior(0.0, 0.0), "std=0.0"),
-    (lambda: TiedMeanPrior(-1.0), "std=-1.0"),
     (lambda: ScaleMixturePrior(0.5, 1.0, 0.0), "std2=0.0"),
     (lambda: ScaleMixturePrior(1.5, 1.0, 1.0), "weight of a scale mixture prior=1.5"),
 )

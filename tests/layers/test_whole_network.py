@@ -1,7 +1,6 @@
 """KL divergence, exchanged priors, posterior means and estimators of whole networks."""
 
 import copy
-from contextlib import suppress
 
 import bayesian_torch.layers as bt
 import pytest
@@ -39,7 +38,6 @@ def test_parameters_count_the_same_joined_or_one_by_one(small, monkeypatch):
         layers.LinearFlipout(3, 2, prior_std=0.5),
         tied,
         tied,
-        layers.LinearFlipout(2, 2, prior=layers.TiedMeanPrior(0.2)),
         layers.LinearFlipout(2, 2, dtype=torch.float64),
         layers.Reparameterized(nn.LSTM(2, 3)),
         layers.LinearReparameterization(2, 2, prior=layers.NormalPrior(torch.ones(()), 0.3)),
@@ -180,13 +178,3 @@ def test_foreign_layers_run_at_their_mean(layer):
     with layers.mean_only(layer):
         assert torch.equal(layer(x)[0], layer(x)[0])
     assert not torch.equal(layer(x)[0], layer(x)[0])
-
-
-def test_estimator_is_used_by_every_layer_and_restored(network):
-    with suppress(RuntimeError), layers.use_estimator(network, "local_reparameterization"):
-        assert {network[0].estimator, network[3].estimator} == {"local_reparameterization"}
-        with layers.use_estimator(network[0], "reparameterization"):
-            assert network[0].estimator == "reparameterization"
-        assert network[0].estimator == "local_reparameterization"
-        raise RuntimeError("boom")
-    assert (network[0].estimator, network[3].estimator) == ("flipout", "reparameterization")

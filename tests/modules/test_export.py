@@ -9,9 +9,10 @@ from bayesian_torch.layers import LinearReparameterization as ForeignLinear
 from torch import nn
 
 import lightning_fedbayes as fb
+from benchmarks.networks import lenet
 from lightning_fedbayes.core.errors import ConversionError, PosteriorError
 from lightning_fedbayes.layers import ESTIMATORS, Reparameterized, mean_only
-from lightning_fedbayes.modules import lenet, mean_network, mlp, sample_outputs
+from lightning_fedbayes.modules import mean_network, mlp, sample_outputs
 from tests.federations import Plain, blobs, loader, trainer
 
 

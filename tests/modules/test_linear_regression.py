@@ -142,6 +142,6 @@ test_clients_that_differ_are_refused = refusals(
     FedBayesError,
     (lambda: with_another(prior_std=2.0), "prior_std is 1.0 in model 0 and 2.0"),
     (lambda: with_another(noise=0.1), "noise is 'evidence'"),
-    (lambda: with_another(features=3), "same columns"),
+    (lambda: with_another(features=3), "add statistics of the same"),
     (lambda: BayesianLinearRegression.conflate([]), "no models"),
 )

@@ -191,7 +191,7 @@ def test_a_federation_s_posterior_says_where_it_comes_from(source, fusion, engin
     made = federate(module, federation, 2, loader())
     is_linearised = isinstance(source, fb.Laplace)
     personal = [federation.posterior_of(0), federation.posterior_of(0, 0.5), federation.posterior_of(0, 0.0)]
-    with federation.holding(1) as own:
+    with federation.federation.holding(1) as own:
         personal.append(own)
     for posterior in (federation.posterior, *personal):
         assert fb.PosteriorPredictive(module, posterior).is_linearised == is_linearised

@@ -240,7 +240,7 @@ def test_the_pooled_noise_is_the_mean_squared_error_of_all_examples(engine, star
     if noise == "per_client":
         assert not model.client_variance  # the global model has none
         for number, own in enumerate(squares):
-            with federation.holding(number):
+            with federation.federation.holding(number):
                 assert float(model.noise_variance) == pytest.approx(float(own.mean()), rel=1e-3)
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.networks import lenet
 from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
-from lightning_fedbayes.modules import is_stochastic, lenet, mlp, sample_outputs, sampling
+from lightning_fedbayes.modules import is_stochastic, mlp, sample_outputs, sampling
 from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_posterior, outputs_with
 from tests.federations import around, of_bayesian_torch
 

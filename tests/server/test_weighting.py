@@ -61,8 +61,8 @@ MOVED = [(0.0, 1.0), (1.0, 2.0), (5.0, 0.5)]
             [normal([mean], [variance]) for mean, variance in MOVED],
             [max(1 / kl(*own, *other) for other in MOVED if other != own) for own in MOVED],
         ),
-        ("distance_l2", [normal([1.0, 2.0], 0.0), normal([0.0, 3.0], 0.0)], (1 / 5, 1 / 9)),
-        ("max_discrepancy_l2", [normal([0.0], 0.0), normal([1.0], 0.0), normal([4.0], 0.0)], (1, 1, 1 / 9)),
+        ("distance", [normal([1.0, 2.0], 0.0), normal([0.0, 3.0], 0.0)], (1 / 5, 1 / 9)),
+        ("max_discrepancy", [normal([0.0], 0.0), normal([1.0], 0.0), normal([4.0], 0.0)], (1, 1, 1 / 9)),
     ],
 )
 def test_weights_by_their_formulas(name, clients, expected):
@@ -76,18 +76,11 @@ def test_identical_posteriors_have_equal_finite_weights(name):
     assert client_weights(name, facts_of(same, previous=same[0])) == shares(1, 1, 1)
 
 
-@pytest.mark.parametrize("name", ["distance", "distance_l2"])
-def test_weight_of_a_client_that_did_not_move_is_bounded(name):
-    [still, moved] = facts_of([normal([0.0]), normal([1.0])])
-    assert PER_CLIENT[name](still) == 1 / SMALLEST_DISTANCE
-    assert client_weights(name, [still, moved])[0] < 1
-
-
-@pytest.mark.parametrize("name", ["distance", "max_discrepancy"])
-def test_deterministic_networks_are_sent_to_the_l2_form(name):
-    point = [GaussianPosterior.point_mass(normal([float(k)]).mean) for k in range(2)]
-    with pytest.raises(FusionError, match=rf"'{name}' compares probabilistic parameters.*none.*'{name}_l2'"):
-        client_weights(name, facts_of(point, previous=GaussianPosterior.point_mass(normal([0.0]).mean)))
+@pytest.mark.parametrize("variance", [0.0, 1.0])
+def test_weight_of_a_client_that_did_not_move_is_bounded(variance):
+    [still, moved] = facts_of([normal([0.0], variance), normal([1.0], variance)], previous=normal([0.0], variance))
+    assert PER_CLIENT["distance"](still) == 1 / SMALLEST_DISTANCE
+    assert client_weights("distance", [still, moved])[0] < 1
 
 
 @pytest.mark.parametrize("name", ["distance", "max_discrepancy"])

@@ -178,7 +178,7 @@ def scenario(bayesian, fusion, engine="sequential", **options):
 REGRESSION = {"make": line, "data": incomes, "kind": fb.HybridBayesianRegressor}
 SCENARIOS = {
     "bayesian": scenario(2, "reverse_kl_barycenter", fraction=0.8),
-    "stacked": scenario(0, "weighted_average", weighting="max_discrepancy_l2", engine="vectorized"),
+    "stacked": scenario(0, "weighted_average", weighting="max_discrepancy", engine="vectorized"),
     "failing": scenario(2, "coordinate_median", broken=True),
     "idle": scenario(0, "gaussian_fit", sizes=(30, 12), norm=True, keep=["optimizer"], buffers="local", kind=Hooked),
     "idle_stacked": scenario(0, "icov_vb", sizes=(30, 12, 12), norm=True, fraction=0.67, engine="vectorized"),

@@ -37,14 +37,9 @@ class FederatedConformal(CalibrationCallback):
 
     the upper bound for scores without ties. Each client sends one :class:`ScoreSketch`, 8 KiB.
 
-    Clients may lie. With n examples of each of K clients alike, of whom f < K/2 send false counts, the bound B of
-    :func:`bounded_distribution` keeps the coverage of the pooled threshold, up to the error of sampling, within
-
-    .. math::
-        \mathrm{level} \pm \frac{f B}{(K - f)\, n}, \qquad
-        B \approx 2.7\, c\, \sqrt{\mathrm{level} (1 - \mathrm{level})\, n}
-
-    whatever they send. A line names the clients that are clipped. One or two clients are never bounded.
+    Clients may lie: with n examples of each of K clients alike, f < K/2 liars move the pooled threshold's
+    coverage p by :math:`\frac{f B}{(K - f)\, n}` at most, with :math:`B \approx 2.7\, c \sqrt{p (1 - p)\, n}` of
+    :func:`bounded_distribution`. A line names the clients that are clipped. One or two are never bounded.
 
     With ``pooling="median"`` the threshold is the upper median of the clients' thresholds: for f < K/2 liars between
     the smallest and the largest honest one. Where clients differ, the median client is covered with the stated level,
@@ -52,12 +47,8 @@ class FederatedConformal(CalibrationCallback):
     enough examples for a threshold.
 
     The pooled threshold covers the mixture of the clients, in proportion to their held-out examples. A single client
-    may be covered less. ``per_client`` adds a threshold for each client, the finite-sample quantile of
-
-    .. math:: \lambda_k \hat F_k + (1 - \lambda_k) \hat F, \qquad \lambda_k = \frac{n_k}{n_k + \mathrm{shrinkage}}
-
-    Only shrinkage 0, the default, guarantees the level for every client. The thresholds of clients with few examples
-    are then infinite. Shrinkage, in examples, borrows from the others.
+    may be covered less. ``per_client`` adds a threshold for each client, from its own scores, which guarantees it the
+    level. The thresholds of clients with few examples are then infinite.
 
     When to use it: after training, where a stated coverage has to hold whatever the network. ``kind`` "lac" or "aps" is
     for classifiers, "interval" for regressors. Scale a classifier that is nearly always certain by
@@ -73,7 +64,6 @@ class FederatedConformal(CalibrationCallback):
         level: probability of coverage in (0, 1).
         kind: "lac", "aps" (see :func:`class_scores`) or "interval" (see :func:`interval_scores`).
         per_client: add one threshold for each client.
-        shrinkage: examples of the pooled clients that are mixed with each client's, at least 0.
         bins: cells of the sketch.
         epsilon: ε of the noise that each client adds to its counts (:meth:`ScoreSketch.noisy`), once for each fit. None
             adds none. With noise ``trainer.fit`` takes the thresholds after its last round only.
@@ -114,7 +104,6 @@ class FederatedConformal(CalibrationCallback):
         *,
         kind: Kind = "lac",
         per_client: bool = False,
-        shrinkage: float = 0.0,
         bins: int = BINS,
         epsilon: float | None = None,
         pooling: Pooling = "sum",
@@ -125,7 +114,6 @@ class FederatedConformal(CalibrationCallback):
         errors.check_number("level", level, "(0, 1)", error=FedBayesError)
         errors.check_choice("kind", kind, GRIDS, error=FedBayesError)
         errors.check_flag("per_client", per_client, error=FedBayesError)
-        errors.check_number("shrinkage", shrinkage, "[0, inf)", error=FedBayesError, why="a number of examples")
         errors.check_at_least("bins", bins, 1, scoring.MOST_BINS, error=FedBayesError)
         if epsilon is not None:
             scoring.check_epsilon(epsilon)
@@ -138,8 +126,7 @@ class FederatedConformal(CalibrationCallback):
         self.takes_moments = kind == "interval"
         self.label = f"{kind}_{100 * level:g}"  # such as "lac_90"
         self.per_client = per_client
-        self.shrinkage, self.bins = shrinkage, bins
-        self.epsilon = epsilon
+        self.bins, self.epsilon = bins, epsilon
         if seed is not None:
             errors.check_at_least("seed", seed, -LARGEST, error=FedBayesError)
         self.seed, self._secret = seed, secrets.token_hex(32)
@@ -181,13 +168,9 @@ class FederatedConformal(CalibrationCallback):
             cell = int((pooled < self.level - scoring.ROUNDING).sum().clamp_max(len(pooled) - 1))
             self._tell("scores", [name for name, exceed in zip(sketches, exceeds[:, cell].tolist()) if exceed])
         self._warn({"all clients": behind} if math.isinf(self.threshold) else {})
-        self.thresholds = {}
-        if self.per_client:
-            for name, sketch in sketches.items():
-                share = sizes[name] / (sizes[name] + self.shrinkage)
-                mixed = share * sketch.distribution() + (1 - share) * pooled
-                self.thresholds[name] = scoring.edge_at(self.level, mixed, grid)
-            self._warn({f"client {name}": size for name, size in sizes.items() if math.isinf(self.thresholds[name])})
+        named = sketches.items() if self.per_client else ()
+        self.thresholds = {name: sketch.threshold(self.level) for name, sketch in named}
+        self._warn({f"client {name}": sizes[name] for name, each in self.thresholds.items() if math.isinf(each)})
         return self
 
     def fit_from(
@@ -249,19 +232,20 @@ class FederatedConformal(CalibrationCallback):
             if self.kind == "interval":
                 ends = self.intervals(first, std[0], whose)
                 inside = (ends[:, 0] <= targets) & (targets <= ends[:, 1])
-                figures[name] = {"coverage": scoring.share(inside), "width": float((ends[:, 1] - ends[:, 0]).mean())}
+                size = {"width": float((ends[:, 1] - ends[:, 0]).mean())}
             else:
                 probs = mean_probs(first, self.temperature)
                 scoring.check_targets(targets, probs)
                 sets = self.sets(probs, whose)
                 inside = sets.gather(1, targets.unsqueeze(1)).squeeze(1)
-                figures[name] = {"coverage": scoring.share(inside), "set_size": float(sets.sum(1).double().mean())}
-            if self.per == "example":
-                figures[name]["coverage"] = scoring.share(scoring.by_example(inside.double(), counts, "amin"))
+                size = {"set_size": float(sets.sum(1).double().mean())}
+            covered = inside.double()
+            covered = scoring.by_example(covered, counts, "amin") if self.per == "example" else covered
+            figures[name] = {"coverage": float(covered.mean()), **size}
             sizes[name] = len(counts)
         return ClientScores.of(sizes, figures)
 
-    def sets(self, probs: Tensor, client: str | None = None, generator: torch.Generator | None = None) -> Tensor:
+    def sets(self, probs: Tensor, client: str | None = None) -> Tensor:
         r"""Return each example's set of classes: those with a score of at most the threshold.
 
         A set of kind "lac" can be empty where no class is probable enough.
@@ -269,7 +253,6 @@ class FederatedConformal(CalibrationCallback):
         Args:
             probs: mean predictive, shape (batch, classes, \*positions).
             client: name of the client with the threshold. None: the pooled one.
-            generator: of U, for "aps" with randomised scores.
 
         Returns: bool, of the shape of ``probs``.
         Raises FedBayesError: before :meth:`fit`, for intervals, an unknown client, or no probabilities.
@@ -277,9 +260,9 @@ class FederatedConformal(CalibrationCallback):
         if self.kind == "interval":
             raise FedBayesError("kind='interval' has no sets: call intervals, or give kind='lac' or 'aps'")
         if not isinstance(probs, Tensor) or probs.ndim < 3:
-            return scoring.all_class_scores(probs, self.kind, generator) <= self.threshold_of(client)
+            return scoring.all_class_scores(probs, self.kind) <= self.threshold_of(client)
         last = probs.movedim(1, -1)
-        scores = scoring.all_class_scores(last.flatten(0, -2), self.kind, generator)
+        scores = scoring.all_class_scores(last.flatten(0, -2), self.kind)
         return (scores <= self.threshold_of(client)).view(last.shape).movedim(-1, 1)
 
     def intervals(self, mean: Tensor, std: Tensor, client: str | None = None) -> Tensor:

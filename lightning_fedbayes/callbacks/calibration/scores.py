@@ -33,27 +33,24 @@ CHANCE = 2.0
 """Standard deviations of the median client's sampling noise that are added to the median size."""
 
 
-def class_scores(
-    probs: Tensor, targets: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None
-) -> Tensor:
+def class_scores(probs: Tensor, targets: Tensor, kind: ClassKind = "lac") -> Tensor:
     r"""Return the conformal score of each example's class: large where the prediction does not fit.
 
     .. math::
         s_{\mathrm{LAC}}(x, y) = 1 - p_y, \qquad
-        s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c > p_y} p_c + U p_y, \quad U = 1 \text{ or } U \sim \mathrm{U}(0, 1)
+        s_{\mathrm{APS}}(x, y) = \sum_{c\,:\,p_c \ge p_y} p_c
 
     When to use it: "lac" gives the smallest sets on average. "aps" gives larger sets to harder examples, so that these
-    are covered, too. Without ``generator`` U = 1: sets hold at least one class, and confident networks get large ones.
-    With it U is drawn for each example. Of equal probabilities the earlier class counts as the larger one.
+    are covered, too: sets hold at least one class, and confident networks get large ones. Of equal probabilities the
+    earlier class counts as the larger one.
 
     Args:
         probs: mean predictive, shape (batch, classes).
         targets: class of each example, integers, shape (batch,).
         kind: "lac" or "aps".
-        generator: of U, for "aps". On the CPU.
 
     Returns: scores in [0, 1], shape (batch,), float64.
-    Raises FedBayesError: no probabilities, targets that are not their classes, another kind, or a generator for "lac".
+    Raises FedBayesError: no probabilities, targets that are not their classes, or another kind.
     Source: Sadinle, Lei and Wasserman (2019), LAC; Romano, Sesia and Candès (2020), APS.
 
     >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]))
@@ -61,7 +58,7 @@ def class_scores(
     >>> class_scores(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([1]), "aps")
     tensor([0.7500], dtype=torch.float64)
     """
-    scores = all_class_scores(probs, kind, generator)
+    scores = all_class_scores(probs, kind)
     check_targets(targets, probs)
     return scores.gather(1, targets.to(scores.device, torch.int64).unsqueeze(1)).squeeze(1)
 
@@ -75,15 +72,12 @@ def check_targets(targets: Any, probs: Tensor) -> None:
         raise FedBayesError(f"{found}: {why}; give one integer for each example, from 0 to {probs.shape[1] - 1}")
 
 
-def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Generator | None = None) -> Tensor:
+def all_class_scores(probs: Tensor, kind: ClassKind = "lac") -> Tensor:
     """Return the score that each class would have if it were the true one, shape (batch, classes), float64.
 
-    For the arguments and errors see :func:`class_scores`. U is the same for all classes of an example.
+    For the arguments and errors see :func:`class_scores`.
     """
     check_choice("kind", kind, ("lac", "aps"), error=FedBayesError)
-    check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
-    if generator is not None and kind == "lac":
-        raise FedBayesError("kind='lac' has nothing to draw: leave the generator out, or give kind='aps'")
     check_numbers(probs=probs)
     if probs.ndim != 2 or probs.shape[1] < 2 or not probs.is_floating_point():
         found = f"probs are of shape {tuple(probs.shape)} and {probs.dtype}"
@@ -94,9 +88,7 @@ def all_class_scores(probs: Tensor, kind: ClassKind = "lac", generator: torch.Ge
     if kind == "lac":
         return (1 - probs).clamp(0, 1)
     ordered, order = probs.sort(stable=True, dim=1, descending=True)
-    share = torch.ones(len(probs), 1) if generator is None else torch.rand(len(probs), 1, generator=generator)
-    scores = ordered.cumsum(1) - (1 - share.to(ordered)) * ordered
-    return torch.empty_like(scores).scatter_(1, order, scores).clamp(0, 1)
+    return torch.empty_like(ordered).scatter_(1, order, ordered.cumsum(1)).clamp(0, 1)
 
 
 def interval_scores(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
@@ -358,8 +350,3 @@ def by_example(values: Tensor, counts: Tensor, how: str) -> Tensor:
     index = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
     found = values.new_zeros(len(counts)).scatter_reduce(0, index, values, how, include_self=False)
     return found[counts.to(values.device) > 0]
-
-
-def share(inside: Tensor) -> float:
-    """Return the share of True."""
-    return float(inside.double().mean())

@@ -255,12 +255,9 @@ class FederatedTemperature(CalibrationCallback):
     with held-out example i of client k. T is the temperature of the pooled examples, however they are dealt to clients.
     In each of at most ten exchanges every client sends three numbers (:func:`temperature_message`).
 
-    Clients may lie. At the T found no client's derivative counts for more than the bound B of :func:`bounded_sum`, so
-    that f < K/2 liars of K clients alike, of n examples and h of curvature each, move it by at most
-
-    .. math:: |\Delta \log T| \le \frac{f B}{(K - f)\, n h}, \qquad B \approx 2.7\, c\, \sqrt{n h}
-
-    whatever they send. A line names the clients that are bounded. One or two clients are never bounded.
+    Clients may lie: of K clients alike, with n examples and h of curvature each, f < K/2 liars move log T by
+    :math:`\frac{f B}{(K - f)\, n h}` at most, with :math:`B \approx 2.7\, c \sqrt{n h}` of :func:`bounded_sum`.
+    A line names the clients that are bounded. One or two are never bounded.
 
     When to use it: after training, for a classifier with a large ECE, on held-out examples. Accuracy stays as it is.
     For numbers T is the factor of all standard deviations, :math:`T^2 = \overline{(y - \mu)^2 / \sigma^2}`.

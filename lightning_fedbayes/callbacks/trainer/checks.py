@@ -33,27 +33,28 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, settings: Feder
         )
 
 
-def _reasons(trainer: L.Trainer, module: L.LightningModule) -> Iterator[str]:
+def _reasons(trainer: Any, module: L.LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
         why = "the Trainer takes the clients' steps; use automatic optimization"
         yield f"{type(module).__name__}.automatic_optimization is False: {why}"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         owner = f"{type(module).__name__}.training_step"
         yield f"{owner} takes dataloader_iter, which hides the clients' batches; take batch and batch_idx"
-    made: Any = trainer  # its annotations leave some attributes out
-    if any(base.__module__.startswith("pytorch_lightning.") for each in made.callbacks for base in type(each).__mro__):
+    if any(
+        base.__module__.startswith("pytorch_lightning.") for each in trainer.callbacks for base in type(each).__mro__
+    ):
         yield "it has callbacks of the package pytorch_lightning; take those of its twin: import lightning as L"
     if trainer.world_size > 1:
-        yield from _reasons_of_several_processes(made)
-    if made.overfit_batches:
-        yield f"overfit_batches={made.overfit_batches} replaces the clients' batches; give a small data set instead"
-    if trainer.max_steps != -1 and not made.fast_dev_run:
+        yield from _reasons_of_several_processes(trainer)
+    if trainer.overfit_batches:
+        yield f"overfit_batches={trainer.overfit_batches} replaces the clients' batches; give a small data set instead"
+    if trainer.max_steps != -1 and not trainer.fast_dev_run:
         yield f"max_steps={trainer.max_steps} stops inside a round; use max_epochs, the number of rounds"
     interval = trainer.val_check_interval  # the integer 1 is one batch, not the share 1.0
     if not isinstance(interval, float) or interval != 1.0 or trainer.check_val_every_n_epoch is None:
         why = "validates inside a round, when the module holds one client's model"
         yield f"val_check_interval={interval} {why}; use 1.0, and check_val_every_n_epoch for fewer validations"
-    for callback in made.callbacks:
+    for callback in trainer.callbacks:
         name = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in (*AVERAGING, *TUNING)), None)
         if name in AVERAGING:
             yield f"{name} averages the weights of different clients; the fusion rule does the averaging"
@@ -145,10 +146,9 @@ def check_same_data(clients: Clients, stored: Tensor) -> None:
         )
 
 
-def check_same_federation(trainer: L.Trainer, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_same_federation(trainer: Any, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise FederationError if a checkpoint has other clients' data or local parameters. Print other changes."""
-    made: Any = trainer
-    names = ("seed", "clients") if made.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
+    names = ("seed", "clients") if trainer.reload_dataloaders_every_n_epochs else ("seed", "client_sizes")
     names = (*names, "privacy", "local_parameters", "posterior", "schedule")
 
     def changes(names: Iterable[str]) -> str:

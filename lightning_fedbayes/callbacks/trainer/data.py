@@ -14,15 +14,13 @@ from lightning_fedbayes.core.errors import FedBayesError, FederationError
 
 
 class FederatedSource:
-    """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``."""
+    """Turns the user's training loader into the federation's when the Trainer asks for it, after all ``setup``.
+
+    Otherwise it is the user's ``source``.
+    """
 
     def __init__(self, source: Any, federate: Callable[[Any], Any]) -> None:
         self.source, self.federate = source, federate
-
-    @property
-    def instance(self) -> Any:
-        """The user's loader, module or datamodule."""
-        return self.source.instance
 
     def dataloader(self) -> Any:
         """Return the federation's loader."""
@@ -33,13 +31,8 @@ class FederatedSource:
             # Lightning calls this with DataLoader.__init__ patched, and an exception here would leave it so for good
             return _Refused(error)
 
-    def is_defined(self) -> bool:
-        """Return True if there is a training loader."""
-        return self.source.is_defined()
-
-    def is_module(self) -> bool:
-        """Return True if the loader comes from a hook of a module or datamodule."""
-        return self.source.is_module()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
 
 class _Refused:
@@ -75,21 +68,20 @@ def brought(trainer: L.Trainer, batch: Any, number: int = 0) -> Any:
     return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx=number)
 
 
-def validate_batch(trainer: L.Trainer, module: L.LightningModule, callbacks: list[Any]) -> None:
+def validate_batch(trainer: Any, module: L.LightningModule, callbacks: list[Any]) -> None:
     """Validate a batch as a sanity check does, for ``callbacks`` only, without a trace. Raise their FedBayesError."""
-    made: Any = trainer
-    before, stage = ModuleState(module, module.named_buffers()), made.state.stage
-    options = made.callbacks, made.num_sanity_val_steps
-    made.callbacks, made.num_sanity_val_steps = callbacks, 1
+    before, stage = ModuleState(module, module.named_buffers()), trainer.state.stage
+    options = trainer.callbacks, trainer.num_sanity_val_steps
+    trainer.callbacks, trainer.num_sanity_val_steps = callbacks, 1
     try:
         with isolate_rng():
-            made._run_sanity_check()
+            trainer._run_sanity_check()
     except FedBayesError:
         raise
     except Exception:  # whatever the user's code needs
-        _reset_progress(made.fit_loop.epoch_loop.val_loop)
-        made._logger_connector.reset_results()
-        made._logger_connector.reset_metrics()
+        _reset_progress(trainer.fit_loop.epoch_loop.val_loop)
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
     finally:
-        (made.callbacks, made.num_sanity_val_steps), made.state.stage = options, stage
+        (trainer.callbacks, trainer.num_sanity_val_steps), trainer.state.stage = options, stage
         before.restore()

@@ -73,18 +73,17 @@ def step_is_plain(trainer: L.Trainer) -> bool:
     )
 
 
-def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
+def step_obstacles(trainer: Any) -> Iterator[str]:
     """Yield, in words, what must happen in a step besides ``training_step``, backward, clipping and the optimizer."""
-    made: Any = trainer
     if not is_tested():
         yield f"the fast loop is not tested with lightning {L.__version__}"
     if type(trainer).__module__.startswith("pytorch_lightning"):
         yield "the Trainer is of the package pytorch_lightning; take that of its twin, `import lightning as L`"
     elif type(trainer.strategy) not in (SingleDeviceStrategy, ClientParallelStrategy):
         yield f"the strategy is {type(trainer.strategy).__name__}"
-    if not isinstance(made.profiler, PassThroughProfiler):
-        yield f"{type(made.profiler).__name__} profiles the hooks"
-    if made._detect_anomaly:
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        yield f"{type(trainer.profiler).__name__} profiles the hooks"
+    if trainer._detect_anomaly:
         yield "detect_anomaly=True"
     if trainer.accumulate_grad_batches != 1:
         yield f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
@@ -94,13 +93,12 @@ def step_obstacles(trainer: L.Trainer) -> Iterator[str]:
     yield from hooks_of_steps(trainer)
 
 
-def hooks_of_steps(trainer: L.Trainer) -> Iterator[str]:
+def hooks_of_steps(trainer: Any) -> Iterator[str]:
     """Yield, in words, the hooks of a step that the user has written."""
-    made: Any = trainer
     owners: list[tuple[Any, Iterable[str]]] = [(trainer.lightning_module, (*STEP_HOOKS, *BATCH_HOOKS))]
-    owners += [(callback, [hook for hook in STEP_HOOKS if hasattr(L.Callback, hook)]) for callback in made.callbacks]
-    if made.datamodule is not None:
-        owners.append((made.datamodule, BATCH_HOOKS[:3]))
+    owners += [(callback, [hook for hook in STEP_HOOKS if hasattr(L.Callback, hook)]) for callback in trainer.callbacks]
+    if trainer.datamodule is not None:
+        owners.append((trainer.datamodule, BATCH_HOOKS[:3]))
     for owner, hooks in owners:
         yield from (f"{type(owner).__name__} has a hook {hook}" for hook in hooks if is_overridden(hook, owner))
 
@@ -121,10 +119,9 @@ def stack_obstacles(trainer: L.Trainer) -> Iterator[str]:
             yield f"the callback {type(callback).__name__} has a hook {hook}, and {why}"
 
 
-def batch_watchers(trainer: L.Trainer) -> Iterator[tuple[L.Callback, str]]:
+def batch_watchers(trainer: Any) -> Iterator[tuple[L.Callback, str]]:
     """Yield the user's callbacks with hooks of a batch, and the name of each such hook."""
-    made: Any = trainer
-    for callback in made.callbacks:
+    for callback in trainer.callbacks:
         for hook in ("on_train_batch_start", "on_train_batch_end"):
             home = getattr(getattr(callback, hook), "__module__", "")  # a LambdaCallback's hook is the user's
             if is_overridden(hook, callback) and home.split(".")[0] not in OWN_PACKAGES:
@@ -161,14 +158,13 @@ def fast_step(trainer: L.Trainer) -> Step:
     return step
 
 
-def fast_advance(trainer: L.Trainer, step: Step, engine: Engine) -> Advance:
+def fast_advance(trainer: Any, step: Step, engine: Engine) -> Advance:
     """Return a function that trains ``engine`` on one batch by ``step``, in place of the epoch loop's ``advance``."""
-    made: Any = trainer
     loop: Any = trainer.fit_loop.epoch_loop
     module = trainer.lightning_module
     attributes = module.__dict__
-    progress, connector, results = loop.batch_progress, made._logger_connector, loop._results
-    callbacks: list[L.Callback] = made.callbacks
+    progress, connector, results = loop.batch_progress, trainer._logger_connector, loop._results
+    callbacks: list[L.Callback] = trainer.callbacks
     starts = [each.on_train_batch_start for each in callbacks if is_overridden("on_train_batch_start", each)]
     ends = [each.on_train_batch_end for each in callbacks if is_overridden("on_train_batch_end", each)]
     device, prepare = trainer.strategy.root_device, engine.prepare
@@ -191,7 +187,7 @@ def fast_advance(trainer: L.Trainer, step: Step, engine: Engine) -> Advance:
             hook(trainer, module, batch, batch_idx)
         attributes["_current_fx_name"] = None
         progress.increment_started()
-        outputs = step(made.optimizers[0], batch_idx, {"batch": batch, "batch_idx": batch_idx})
+        outputs = step(trainer.optimizers[0], batch_idx, {"batch": batch, "batch_idx": batch_idx})
         progress.increment_processed()
         if moves:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)

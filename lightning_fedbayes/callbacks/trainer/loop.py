@@ -3,9 +3,8 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fedbayes.callbacks.trainer import fast_loop
-from lightning_fedbayes.callbacks.trainer.data import FederatedSource, brought, held_out_batches
+from lightning_fedbayes.callbacks.trainer.data import FederatedSource, brought
 from lightning_fedbayes.callbacks.trainer.strategy import collective_of
 from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
@@ -41,7 +40,7 @@ class TrainsClients(L.Callback):
     """A callback by which a Trainer trains clients: ``settings`` of the federation, ``engine`` of the present fit."""
 
     settings: FederationSettings
-    _loop: "FitLoop | None" = None
+    _loop: Any = None  # the FitLoop, once there is one
 
     @property
     def engine(self) -> Engine:
@@ -62,7 +61,8 @@ class FitLoop:
     """Data, length, steps, counters and checkpoints of a Trainer's fit loop. :meth:`restore` undoes all changes."""
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.trainer, self.module = trainer, module
+        self.trainer: Any = trainer  # its annotations leave some attributes out
+        self.module = module
         self._fit: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
         self._engine: Engine | None = None
@@ -95,12 +95,10 @@ class FitLoop:
         class Federated(plain):
             @property
             def max_epochs(self) -> int | None:
-                """The rounds of the federation."""
                 return loop.told[0] if loop.told and loop.told[0] else super().max_epochs
 
             @property
             def estimated_stepping_batches(self) -> int | float:
-                """The optimizer's steps of one client in all rounds."""
                 if self.train_dataloader is None:
                     self.fit_loop.setup_data()
                 loader, rounds = self.train_dataloader, self.max_epochs
@@ -141,25 +139,15 @@ class FitLoop:
 
         self._undo.callback(forget)
 
-    def setup_data(self) -> None:
-        """Let the Trainer ask for its training loader now."""
-        self._fit.setup_data()
-
     @property
     def limits(self) -> dict[str, Any]:
         """Most batches of each client, and most clients in a round: two with ``fast_dev_run``."""
-        made: Any = self.trainer
-        return {"limit": self._limit, "clients_in_a_round": 2 if made.fast_dev_run else None}
+        return {"limit": self._limit, "clients_in_a_round": 2 if self.trainer.fast_dev_run else None}
 
     @property
     def reloads_data(self) -> bool:
         """True if the Trainer asks for its loaders again during the fit."""
-        made: Any = self.trainer
-        return bool(made.reload_dataloaders_every_n_epochs)
-
-    def held_out_batches(self) -> Iterator[Any]:
-        """Yield the batches of all validation loaders, as ``validation_step`` would get them."""
-        return held_out_batches(self.trainer)
+        return bool(self.trainer.reload_dataloaders_every_n_epochs)
 
     def set_length(self, num_batches: int) -> None:
         """Let the epoch that begins have ``num_batches``. Lightning itself would keep the first epoch's length."""
@@ -422,7 +410,7 @@ class RoundBoundary:
     """The Trainer's progress at the start of a round, for checkpoints inside the round."""
 
     def __init__(self, trainer: L.Trainer) -> None:
-        self.loop_state = loop_state(trainer.fit_loop)
+        self.loop_state = trainer.fit_loop.state_dict()
         self.global_step = trainer.global_step
         self.schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         self.param_groups = [options_of(optimizer) for optimizer in trainer.optimizers]
@@ -436,22 +424,6 @@ class RoundBoundary:
         for state, groups in zip(checkpoint.get("optimizer_states", []), self.param_groups, strict=False):
             state["param_groups"] = [{**now, **then} for now, then in zip(state["param_groups"], groups, strict=True)]
         close_round(checkpoint, rounds_done)
-
-
-def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
-    """Return ``loop.state_dict()`` in a fraction of its time, which every round pays."""
-    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
-    for name, value in vars(loop).items():
-        if hasattr(value, "on_save_checkpoint"):
-            state |= loop_state(value, f"{prefix}{name}.")
-        elif hasattr(value, "state_dict") and is_dataclass(value):
-            state[f"{prefix}{name}"] = _counts(value)
-    return state
-
-
-def _counts(progress: Any) -> dict[str, Any]:
-    """Return the fields of Lightning's counters, as ``dataclasses.asdict`` does."""
-    return {name: value if isinstance(value, int) else _counts(value) for name, value in vars(progress).items()}
 
 
 def close_round(checkpoint: Checkpoint, rounds_done: int) -> None:

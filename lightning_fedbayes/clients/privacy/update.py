@@ -38,15 +38,10 @@ def privatised(
     .. math:: u = (\mu - \mu_o,\ \log\sigma - \log\sigma_o), \qquad
               \tilde u = u \min(1, C / \lVert u \rVert) + z C \epsilon, \qquad \epsilon \sim N(0, I)
 
-    The result is the global posterior moved by ũ. An update that is not finite is sent as noise only. The logarithm
-    keeps the variance positive whatever the noise, and σ enters by its ratio to σ_o, so C bounds the whole message:
-    without u the same noise is sent, and the L2 sensitivity of the message is C. (If the data of one client are
-    *replaced* by others, it is 2C.) For an optimizer that moves means and the layers' ρ alike, both parts of u are of
-    one size. Deterministic parameters have a mean only.
-
-    With ``widen`` the variance of the noise, which everybody knows, is added to the variances that are not 0: the
-    client's mean is then a measurement of what it has learnt, with error N(0, z²C²). The loss by clipping is not
-    covered. Parameters may come in any order, and are returned in that of ``previous``.
+    The result is the global posterior moved by ũ, or by noise only if u is not finite. σ enters by its ratio to σ_o, so
+    that the L2 sensitivity of the whole message is C (2C if the data of one client are *replaced* by others).
+    Deterministic parameters have a mean only. With ``widen`` the variance of the noise, which everybody knows, is added
+    to the variances that are not 0; the loss by clipping is not covered. Parameters are in the order of ``previous``.
 
     Source: Gaussian mechanism, Dwork & Roth 2014, Appendix A; clipped client updates, McMahan et al. 2018.
     """

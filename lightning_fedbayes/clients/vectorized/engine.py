@@ -141,10 +141,10 @@ class VectorizedEngine(Engine):
             with self.threads():
                 begun = [self.optimizer_states(*each) for each in zip(clients, states, problems)]
                 of_clients = clients, states, [each[0] if each else {} for each in begun]
-                layout = self.probed.stacked_keys, self._counts, self.probed.layouts
+                keys = self.probed.stacked_keys, self._counts
                 priors = self.local, problems, self.terms(clients, problems, stacked=True)
                 optimizer = self.context.optimizers[0]
-                self._stack = ClientStack(self.model, optimizer, self._step, *of_clients, *layout, *priors)
+                self._stack = ClientStack(self.model, optimizer, self._step, *of_clients, *keys, *priors)
         except Exception as error:  # in on_client_start
             self._failures = dict.fromkeys(range(len(clients)), error)
         if self._modes is not None:

@@ -135,8 +135,9 @@ class StackedPriors:
         if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
             parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
             mean = torch.cat([part.mean.flatten() for part in parts])
-            joined = [torch.cat([each.flatten(1) for each in field], 1) for field in zip(*map(_own, parts))]
-            self._joint = with_own(replace(parts[0], mean=mean), joined)  # side by side, for joint draws
+            fields = zip(*((part.curvature, part.slope) for part in parts))
+            curvature, slope = (torch.cat([each.flatten(1) for each in field], 1) for field in fields)
+            self._joint = replace(parts[0], mean=mean, curvature=curvature, slope=slope)  # side by side
 
     def rows(self, slots: Slots) -> "StackedPriors":
         """Return the priors of the clients in ``slots``, with tallies."""
@@ -171,11 +172,11 @@ class StackedPriors:
         return prior.terms(means).reshape(len(means), -1).sum(1), prior.gradients(means, means)[0]
 
     @contextmanager
-    def installed(self, as_seen: Callable[[LocalPrior], Prior]) -> Iterator[None]:
-        """Inside, every parameter has its client's prior, ``as_seen`` by one client."""
+    def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Inside, every parameter has its client's prior, as one client sees it by ``view``."""
         layers = self.local.layers
         for name, each in layers.items():
-            prior = as_seen(self._stacks[name])
+            prior = SeenPrior(self._stacks[name], view)
             each.replace_prior(prior)
             self._installed[id(each.layer), each.path] = prior
         try:
@@ -183,10 +184,6 @@ class StackedPriors:
         finally:
             for each in layers.values():
                 each.replace_prior(None)
-
-    def stacks(self) -> list[Tensor]:
-        """Return what differs between clients, prior by prior in the order of :meth:`installed`."""
-        return [each for stack in self._stacks.values() for each in seen(stack)]
 
     def joint(self, small: Sequence[GaussianParameter]) -> LocalPrior | None:
         """Return the joint prior of the ``small`` parameters, or None if one has another."""
@@ -207,7 +204,9 @@ class SeenPrior:
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """See :meth:`~lightning_fedbayes.layers.priors.LocalPrior.kl`."""
-        return with_own(self._stack, map(self._view, seen(self._stack))).kl(mean, std)
+        stacks = {name: getattr(self._stack, name) for name in ("curvature", "slope", "tally", "squares")}
+        views = {name: self._view(stack) for name, stack in stacks.items() if stack is not None}
+        return replace(self._stack, **views).kl(mean, std)
 
 
 def _taken(tally: Tensor | None) -> Tensor | None:
@@ -219,24 +218,8 @@ def _taken(tally: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(prior: LocalPrior, slots: Slots, tally: Tensor | None) -> LocalPrior:
-    return replace(with_own(prior, (take_rows(each, slots) for each in _own(prior))), tally=tally)
-
-
-def _own(prior: LocalPrior) -> list[Tensor]:
-    """Return what differs between clients."""
-    return [prior.curvature, prior.slope]
-
-
-def seen(prior: LocalPrior) -> list[Tensor]:
-    """Return what differs between clients, with the tallies that there are."""
-    return [*_own(prior), *(each for each in (prior.tally, prior.squares) if each is not None)]
-
-
-def with_own(prior: LocalPrior, own: Iterable[Tensor]) -> LocalPrior:
-    """Return ``prior`` with other curvature, slope and tallies, if any, which differ between clients."""
-    curvature, slope, *tallies = own
-    tally, squares = [*tallies, None, None][:2]
-    return replace(prior, curvature=curvature, slope=slope, tally=tally, squares=squares)
+    curvature, slope = (take_rows(each, slots) for each in (prior.curvature, prior.slope))
+    return replace(prior, curvature=curvature, slope=slope, tally=tally)
 
 
 def _alike(gaussians: Iterable[GaussianParameter]) -> list[GaussianParameter]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_fedbayes.clients.context import SIGNATURE, TrainingContext, TrainingLog, is_epoch_mean
+from lightning_fedbayes.clients.context import LOGGED, SIGNATURE, TrainingContext, TrainingLog, is_epoch_mean
 from lightning_fedbayes.clients.snapshot import Snapshot
 from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows
 from lightning_fedbayes.clients.vectorized.swap import Swap, swapped, with_attributes
@@ -278,7 +278,7 @@ class StackedTrainingLog(TrainingLog):
                 add_rows(self._totals[name], slots, value * weight)
                 for slot in slots:
                     self._examples[name][slot] += weight
-                self._remember(name, options)
+                self._options[name] = {key: options[key] for key in LOGGED if key in options}
                 continue
             if self.is_shared:
                 self.check_local(name, options)

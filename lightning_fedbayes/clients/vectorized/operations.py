@@ -1,6 +1,6 @@
 """Operations that most training steps use, written for a stack: they take half the calls that vmap makes of them.
 
-Linear and recurrent layers, the two usual losses, draws of Gaussian parameters and their KL divergence, and what vmap
+Linear and recurrent layers, the cross-entropy, draws of Gaussian parameters and their KL divergence, and what vmap
 refuses although it has a meaning for a stack.
 """
 
@@ -22,11 +22,11 @@ from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
-"""Types of numbers for which losses and recurrent layers are written out here."""
+"""Types of numbers for which the cross-entropy and recurrent layers are written out here."""
 
 
-class ClientOperations(TorchFunctionMode):
-    """Inside, functions are replaced by operations on what one client sees.
+class StackedOperations(TorchFunctionMode):
+    """Inside, functions are replaced by operations on stacks where they can be. All others go through vmap.
 
     Without ``branches`` every branch on a value that differs between clients is refused, even where they agree on it.
     ``branched`` says that one was taken. ``replacements`` return None where they do not apply.
@@ -34,28 +34,16 @@ class ClientOperations(TorchFunctionMode):
 
     replacements: Mapping[Any, Callable[..., Tensor | Sequence[Tensor] | bool | None]]
 
-    def __init__(self, branches: bool = True) -> None:
+    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
         self.branches, self.branched = branches, False
+        self.level, self.gaussians, self.joint = level, gaussians, joint
+        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self.replacements.get(func)
         result = replacement(self, *args, **kwargs) if replacement is not None else None
         return func(*args, **kwargs) if result is None else result
-
-
-class StackedOperations(ClientOperations):
-    """Replaces functions by operations on stacks where they can be. All others go through vmap.
-
-    ``fused_times`` counts the time steps that this training step has written out, of recurrences that torch takes in
-    one operation when it has one client: LSTMs, and all on a GPU.
-    """
-
-    def __init__(self, level: int, gaussians: GaussianParameters, joint: JointDraws, branches: bool = True) -> None:
-        super().__init__(branches)
-        self.level, self.gaussians, self.joint = level, gaussians, joint
-        self.fused_times = 0
-        self.stds: dict[Hashable, tuple[Tensor, Tensor]] = {}  # of this step: identity and version of ρ → ρ, σ
 
 
 def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -71,12 +59,12 @@ def linear(mode: StackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]:
-    """Return the replacement of a recurrent layer, None for a PackedSequence, dropout, projections, half precision."""
+    """Return the replacement of a GRU or RNN. It is None for a PackedSequence, dropout, half precision and on a GPU."""
 
     def replacement(
         mode: StackedOperations,
         input: Tensor,
-        hx: Tensor | Sequence[Tensor],
+        hx: Tensor,
         params: Any,
         has_biases: Any,
         num_layers: int,
@@ -87,55 +75,34 @@ def recurrence(cell: recurrent.Cell) -> Callable[..., tuple[Tensor, ...] | None]
     ) -> tuple[Tensor, ...] | None:
         if not isinstance(has_biases, bool):  # a PackedSequence: has_biases is params
             return None
-        directions, states = 1 + bidirectional, [hx] if isinstance(hx, Tensor) else list(hx)
-        tensors = [input, *states, *params]
+        directions, tensors = 1 + bidirectional, [input, hx, *params]
         found = (private_torch.stack_of(each, mode.level) for each in params)
         stack = next((each for each in found if each is not None), None)
         if (
             stack is None
-            or len(params) != num_layers * directions * (4 if has_biases else 2)
+            or not input.is_cpu  # where torch takes all times in one operation
             or (dropout and train and num_layers > 1)
             or torch.is_autocast_enabled(input.device.type)
             or any(each.dtype not in FULL for each in tensors)
         ):
             return None
-        x, *stacks = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
-        starts, weights = tuple(stacks[: len(states)]), stacks[len(states) :]
+        x, start, *weights = [private_torch.to_stack(each, mode.level, len(stack)) for each in tensors]
         with private_torch.outside_vmap():
             x = x.transpose(1, 2) if batch_first else x
-            if cell is recurrent.lstm_step or not x.is_cpu:
-                mode.fused_times += x.shape[1] * num_layers * directions
             groups = recurrent.weights_of(cell, weights, has_biases)
-            output, lasts = recurrent.run_layers(cell, x, starts, groups, directions)
+            output, last = recurrent.run_layers(cell, x, start, groups, directions)
             output = output.transpose(1, 2) if batch_first else output
-        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, *lasts))
+        return tuple(private_torch.to_client_view(each, mode.level) for each in (output, last))
 
     return replacement
 
 
-def lstm_cell(
-    mode: ClientOperations,
-    input: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``torch.lstm_cell``, which vmap does not take."""
-    h, c = hx
-    with mode:
-        i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def data(mode: ClientOperations, tensor: Tensor) -> Tensor | None:
+def data(mode: StackedOperations, tensor: Tensor) -> Tensor | None:
     """``tensor.data`` of a tensor that differs between clients, which vmap refuses. None for a shared one."""
     return tensor.detach() if private_torch.version_if_any(tensor) is None else None
 
 
-def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
+def truth(mode: StackedOperations, tensor: Tensor) -> bool | None:
     """``bool(tensor)`` of all clients. None for a tensor that they share. Raise Disagreement if they differ."""
     stack = private_torch.outside_of_vmap(tensor)
     if stack is tensor or tensor.numel() != 1 or not mode.branches:
@@ -148,7 +115,7 @@ def truth(mode: ClientOperations, tensor: Tensor) -> bool | None:
 
 
 def embedding(
-    mode: ClientOperations,
+    mode: StackedOperations,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -183,27 +150,8 @@ def cross_entropy(
     if x.dtype not in FULL:
         return None
     with private_torch.outside_vmap():
-        loss = mean_cross_entropy(x, y, ignore_index)
-    return private_torch.to_client_view(loss, mode.level)
-
-
-def mse_loss(
-    mode: StackedOperations,
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-) -> Tensor | None:
-    """The mean ``F.mse_loss`` of outputs and targets of one shape and dtype, or None for anything else."""
-    plain = weight is None and size_average is None and reduce is None and reduction == "mean"
-    x, y = private_torch.stack_of(input, mode.level), private_torch.stack_of(target, mode.level)
-    if not plain or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype or x.dtype not in FULL:
-        return None
-    with private_torch.outside_vmap():
-        errors = (x - y).reshape(len(x), -1)
-        loss = (errors * errors).mean(1)
+        losses = F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=ignore_index, reduction="none")
+        loss = losses.view(y.shape).sum(1) / (y != ignore_index).sum(1)
     return private_torch.to_client_view(loss, mode.level)
 
 
@@ -301,72 +249,12 @@ def kl_sum(
     return private_torch.to_client_view(joint, mode.level)
 
 
-class CrossEntropy(torch.autograd.Function):
-    r"""The cross-entropy of every example, with its closed-form gradient.
-
-    .. math:: L = \log \sum_c e^{z_c} - z_y, \qquad \frac{\partial L}{\partial z_c} = p_c - [c = y],
-              \qquad p = \mathrm{softmax}(z)
-
-    For ten classes it takes half the time of torch's loss. The backward pass can be differentiated again. Use it only
-    outside of transforms of ``torch.func``. It returns L, shape (\*), and p, shape (\*, classes), for logits z of
-    shape (\*, classes) and labels y of shape (\*).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses, and the probabilities that their gradient needs."""
-        labels = labels.unsqueeze(-1)
-        largest = logits.amax(-1, keepdim=True)
-        probabilities = (logits - largest).exp_()
-        total = probabilities.sum(-1, keepdim=True)
-        losses = (total.log().add_(largest)).sub_(logits.gather(-1, labels)).squeeze(-1)
-        probabilities.div_(total)
-        ctx.save_for_backward(probabilities, labels)
-        ctx.set_materialize_grads(False)
-        return losses, probabilities
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore
-        """Return the gradient of the logits."""
-        probabilities, labels = ctx.saved_tensors
-        of_losses, of_probabilities = gradients
-        total: Tensor | None = None
-        if of_losses is not None:
-            scale = of_losses.unsqueeze(-1)
-            total = (probabilities * scale).scatter_add(-1, labels, -scale)
-        if of_probabilities is not None:
-            weighted = probabilities * of_probabilities
-            own = weighted - probabilities * weighted.sum(-1, keepdim=True)
-            total = own if total is None else total + own
-        return total, None
-
-
-def mean_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Return each client's mean cross-entropy over labels that are not ``ignored``, or NaN if there is none."""
-    if labels.is_cpu and ignored < 0:  # on a GPU the error would come too late
-        try:
-            losses, _ = CrossEntropy.apply(logits, labels)  # pyright: ignore[reportGeneralTypeIssues]
-        except (IndexError, RuntimeError):
-            pass  # a label is not a class, such as the ignored one
-        else:
-            return losses.mean(1)
-    counts = labels != ignored
-    losses, _ = CrossEntropy.apply(logits, labels.where(counts, 0))  # pyright: ignore[reportGeneralTypeIssues]
-    return losses.where(counts, 0.0).sum(1) / counts.sum(1)
-
-
-ClientOperations.replacements = {
+StackedOperations.replacements = {
     F.embedding: embedding,
-    torch.lstm_cell: lstm_cell,
     Tensor.__bool__: truth,
     Tensor.data.__get__: data,  # pyright: ignore[reportAttributeAccessIssue]
-}
-StackedOperations.replacements = {
-    **ClientOperations.replacements,
     F.linear: linear,
     F.cross_entropy: cross_entropy,
-    F.mse_loss: mse_loss,
-    torch.lstm: recurrence(recurrent.lstm_step),
     torch.gru: recurrence(recurrent.gru_step),
     torch.rnn_tanh: recurrence(recurrent.tanh_step),
     torch.rnn_relu: recurrence(recurrent.relu_step),

@@ -4,7 +4,7 @@ import random
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from lightning_fedbayes.clients.states import Client, ClientState, options_of, p
 from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
-from lightning_fedbayes.clients.vectorized.stack import ClientStack, Layout, layout_of
+from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
 from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core import private_torch
@@ -44,21 +44,17 @@ class ProbeResult:
 
     Args:
         stacked_keys: names of the optimizer's state that has the parameter's shape.
-        layouts: name of the parameter → memory layout of its stacked gradient.
         reads_index: ``training_step`` uses the number of the batch.
         flops, bytes_per_client: floating-point operations of one client's step, in matrix products and convolutions,
             and memory that one more client in the stack takes.
-        fused_times: time steps of recurrent layers that are one operation for one client, and many for a stack.
         shared_buffers: names of buffers that do not change.
         switches_modes: a client's first step, or ``on_client_start``, puts layers into training or evaluation.
     """
 
     stacked_keys: frozenset[str]
-    layouts: Mapping[str, Layout | None]
     reads_index: bool
     flops: int
     bytes_per_client: int
-    fused_times: int
     shared_buffers: frozenset[str]
     switches_modes: bool
 
@@ -96,7 +92,8 @@ def _probe(
                 stack = ClientStack(model, optimizer, step, clients, [ClientState()] * 2, [{}] * 2)
                 try:
                     with flops, allocations:
-                        layouts = _layouts(stack, data, index)
+                        stack.optimizer.select(range(2), 0, alone=True)
+                        stack.forward_backward(range(2), data, index)
                     stack.optimizer.check_state()
                     # a hook on_client_start may write into buffers; where all trains, sharing them saves little
                     shares = bool(model.frozen) and not hasattr(module, "on_client_start")
@@ -118,7 +115,6 @@ def _probe(
                             step.shares_batch = False
                     if len(loader.clients.sizes) == 1:  # nobody puts them back
                         check_buffers(stack)
-                    fused_times = step.fused_times
                     log.check_metrics()
                 finally:
                     stack.optimizer.remove()
@@ -136,7 +132,7 @@ def _probe(
     own = sum(p.numel() * p.element_size() for p in parameters_of(optimizer) if id(p) not in frozen)
     total = allocations.bytes // 2 + own * (2 + len(stacked_keys))
     flops_of_one = flops.get_total_flops() // 2
-    return ProbeResult(stacked_keys, layouts, index.is_read, flops_of_one, total, fused_times, shared, switches)
+    return ProbeResult(stacked_keys, index.is_read, flops_of_one, total, shared, switches)
 
 
 def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Sequence[Client]) -> Any:
@@ -146,17 +142,6 @@ def _first_batch(context: TrainingContext, loader: FederatedLoader, clients: Seq
         raise CannotVectorize(f"a first batch could not be loaded: {batch.error}") from batch.error
     ((_, data),) = stack_batches(range(2), [batch, batch]).parts
     return move_data_to_device(context.precision.convert_input(data), context.device)
-
-
-def _layouts(stack: ClientStack, data: Any, index: int) -> dict[str, Layout | None]:
-    """Take a forward and a backward pass. Returns the memory layouts of the gradients by name."""
-    layouts: dict[str, Layout | None] = {}
-    stack.optimizer.select(range(2), 0, alone=True)
-    for name, parameter in zip(stack.names, stack.optimizer.parameters):
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient, name=name: layouts.update({name: layout_of(gradient)}))
-    stack.forward_backward(range(2), data, index)
-    return layouts
 
 
 def _check_modes(modes: Modes) -> None:
@@ -242,7 +227,7 @@ CAUSES = (
     (r"saved-tensor hooks", "checkpoints activations, which a stack of clients cannot"),
     (
         r"aten::(?:lstm|gru|rnn_\w+)\.",
-        "runs a recurrent layer with dropout between layers, projections, half precision or a PackedSequence",
+        "runs an LSTM, or a recurrent layer with dropout between layers, half precision, a PackedSequence or on a GPU",
     ),
     (r"not implemented for ([\w:.]+)", r"uses {0}, which torch cannot run for a stack"),
 )

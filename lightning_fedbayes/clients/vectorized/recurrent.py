@@ -5,42 +5,29 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-State = tuple[Tensor, ...]
-"""Hidden state of every client, (h,) or (h, c), each of shape (clients, batch, hidden)."""
-Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
-"""One step in time: (W x + b, state, Uᵀ, b′) → state. The first of shape (clients, batch, gates · hidden)."""
+Cell = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""One step in time: (W x + b, h, Uᵀ, b′) → h'. The first is of shape (clients, batch, gates · hidden)."""
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """W, U, b and b′ of one direction of one layer, each with a first dimension of clients."""
 
 
-def gru_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def gru_step(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     r"""Return h' = (1 - z) n + z h with r, z = σ(gates + U h + b') and n = tanh(gates + r (U h + b'))."""
-    (h,) = state
     own = torch.bmm(h, weight) if bias is None else torch.baddbmm(bias, h, weight)
     size = h.shape[-1]
     r, z = (gates[..., : 2 * size] + own[..., : 2 * size]).sigmoid().chunk(2, -1)
     n = torch.addcmul(gates[..., 2 * size :], r, own[..., 2 * size :]).tanh()
-    return (torch.lerp(n, h, z),)
+    return torch.lerp(n, h, z)
 
 
-def lstm_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    """Return c' = σ(f) c + σ(i) tanh(g) and h' = σ(o) tanh(c') with i, f, g, o = gates + U h. Gates hold ``bias``."""
-    h, c = state
-    size = h.shape[-1]
-    i_f, g, o = torch.baddbmm(gates, h, weight).split((2 * size, size, size), -1)
-    i, f = i_f.sigmoid().chunk(2, -1)
-    c = torch.addcmul(f * c, i, g.tanh())
-    return o.sigmoid() * c.tanh(), c
-
-
-def tanh_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def tanh_step(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return h' = tanh(gates + U h). Gates hold ``bias``."""
-    return (torch.baddbmm(gates, state[0], weight).tanh(),)
+    return torch.baddbmm(gates, h, weight).tanh()
 
 
-def relu_step(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def relu_step(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return h' = max(0, gates + U h). Gates hold ``bias``."""
-    return (torch.baddbmm(gates, state[0], weight).relu(),)
+    return torch.baddbmm(gates, h, weight).relu()
 
 
 def weights_of(cell: Cell, tensors: Sequence[Tensor], has_biases: bool) -> list[Weights]:
@@ -52,32 +39,31 @@ def weights_of(cell: Cell, tensors: Sequence[Tensor], has_biases: bool) -> list[
 
 
 def run_layers(
-    cell: Cell, x: Tensor, states: State, weights: Sequence[Weights], directions: int
-) -> tuple[Tensor, State]:
+    cell: Cell, x: Tensor, start: Tensor, weights: Sequence[Weights], directions: int
+) -> tuple[Tensor, Tensor]:
     """Run the layers one above the other, and both directions of each.
 
-    ``x`` is of shape (clients, time, batch, features), and each of the first ``states`` of shape (clients, layers ·
-    directions, batch, hidden). Return the outputs of the last layer, (clients, time, batch, directions · hidden), and
-    the last states.
+    ``x`` is of shape (clients, time, batch, features), and ``start`` of shape (clients, layers · directions, batch,
+    hidden). Return the outputs of the last layer, (clients, time, batch, directions · hidden), and the last states.
     """
     clients, times, batch, _ = x.shape
-    lasts: list[State] = []
+    lasts: list[Tensor] = []
     for layer in range(len(weights) // directions):
         outputs: list[Tensor] = []
         for i in range(layer * directions, (layer + 1) * directions):
             w, u, bias, own = weights[i]
-            backwards, state = i % directions == 1, tuple(each[:, i] for each in states)
+            backwards, h = i % directions == 1, start[:, i]
             rows = x.reshape(clients, times * batch, -1)  # one product for the inputs of all times
             gates = linear_rows(rows, w, bias).view(clients, times, batch, -1).unbind(1)
             u, own = u.transpose(1, 2), None if own is None else own.unsqueeze(1)
             hidden: list[Tensor] = []
             for gate in reversed(gates) if backwards else gates:
-                state = cell(gate, state, u, own)
-                hidden.append(state[0])
+                h = cell(gate, h, u, own)
+                hidden.append(h)
             outputs.append(torch.stack(hidden[::-1] if backwards else hidden, 1))
-            lasts.append(state)
+            lasts.append(h)
         x = torch.cat(outputs, -1) if directions == 2 else outputs[0]
-    return x, tuple(torch.stack(each, 1) for each in zip(*lasts))
+    return x, torch.stack(lasts, 1)
 
 
 def linear_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -103,15 +103,6 @@ class Scheduler:
 
     Clients with similar numbers of steps share a chunk. Chunks have at most ``clients_at_once`` clients, and about
     equal numbers of them.
-
-    >>> from lightning_fedbayes.server.plan import plan_round
-    >>> sizes, batching = (8, 6, 3), Batching(batch_size=4, shuffle=False)
-    >>> (chunk,) = Scheduler(sizes, batching, clients_at_once=3)(plan_round(0, sizes, batching)).chunks
-    >>> for group in chunk.groups: print(group)
-    Group(step=0, slots=range(0, 2), batch_size=4, alone=False)
-    Group(step=0, slots=range(2, 3), batch_size=3, alone=False)
-    Group(step=1, slots=range(0, 1), batch_size=4, alone=False)
-    Group(step=1, slots=range(1, 2), batch_size=2, alone=False)
     """
 
     def __init__(

@@ -28,13 +28,6 @@ from lightning_fedbayes.methods.method import LocalProblem
 
 OfSlot = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
 Clip = Callable[[Sequence[Tensor]], None]
-Layout = tuple[int, ...]
-"""The dimensions of a tensor in order of decreasing stride.
-
-A stack of parameters gets the layout of its gradient, which comes out of a batched product transposed. Otherwise
-autograd would copy it into the parameter's layout, which takes several times as long as the product.
-"""
-
 PLAIN = (int, float, str, type(None))
 
 
@@ -45,7 +38,6 @@ class ClientStack:
         model, optimizer, step: the resident network with the global model, the user's optimizer and the stacked step.
         clients, states, starts, problems: of each slot, the client, its kept state, its optimizer's state, its problem.
         stacked_keys, counts: see :class:`~lightning_fedbayes.clients.vectorized.optimizer.StackedOptimizer`.
-        layouts: name of the parameter → layout of its stack.
         local: puts priors of clients into the network, or None where nothing is measured.
         terms: what the clients' losses gain.
     """
@@ -60,7 +52,6 @@ class ClientStack:
         starts: Sequence[OptimizerState],
         stacked_keys: frozenset[str] = frozenset(),
         counts: frozenset[str] = frozenset(),
-        layouts: Mapping[str, Layout | None] | None = None,
         local: LocalPriors | None = None,
         problems: Sequence[LocalProblem] = (),
         terms: Sequence[Pull] = (),
@@ -75,7 +66,7 @@ class ClientStack:
         rows = [
             model.frozen[name].detach().expand(len(states), *model.frozen[name].shape)
             if name in model.frozen
-            else _stack(model.global_parameters[name], name, locals_, (layouts or {}).get(name))
+            else _stack(model.global_parameters[name], name, locals_)
             for name in self.names
         ]
         live = {**dict(model.module.named_buffers()), **model.global_buffers}
@@ -257,33 +248,21 @@ def clipping(context: TrainingContext) -> Clip | None:
     return None if limit is None else lambda gradients: clip(gradients, limit)
 
 
-def _stack(value: Tensor, name: str, local: Sequence[Tensors], layout: Layout | None = None) -> Tensor:
-    """Stack ``value`` once for each client, or what the client has kept under ``name``. Shape (clients, *)."""
-    stack = empty_with_layout((len(local), *value.shape), layout, value)
+def _stack(value: Tensor, name: str, local: Sequence[Tensors]) -> Tensor:
+    """Stack ``value`` once for each client, or what the client has kept under ``name``. Shape (clients, *).
+
+    Matrices lie transposed in memory, as their gradients do, which come out of batched products: otherwise autograd
+    would copy every gradient.
+    """
+    if value.dim() == 2:
+        stack = value.new_empty((len(local), *value.shape[::-1])).transpose(1, 2)
+    else:
+        stack = value.new_empty((len(local), *value.shape))
     stack.copy_(value)
     for slot, kept in enumerate(local):
         if name in kept:
             stack[slot] = kept[name]
     return stack
-
-
-def layout_of(tensor: Tensor) -> Layout | None:
-    """Return the layout of a stacked tensor, or None unless it is dense in memory, client after client.
-
-    >>> layout_of(torch.zeros(2, 3, 4).transpose(1, 2))
-    (0, 2, 1)
-    """
-    layout = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
-    dense = tensor.permute(layout).is_contiguous()
-    return layout if dense and layout[:1] == (0,) else None
-
-
-def empty_with_layout(shape: tuple[int, ...], layout: Layout | None, like: Tensor) -> Tensor:
-    """Return an uninitialised tensor of this shape and layout, with dtype and device of ``like``."""
-    if layout is None:
-        return like.new_empty(shape)
-    inverse = sorted(range(len(layout)), key=lambda position: layout[position])
-    return like.new_empty([shape[d] for d in layout]).permute(inverse)
 
 
 class StackedClient(Client):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import REPLACED, Tensors
 from lightning_fedbayes.clients.snapshot import Modes
-from lightning_fedbayes.clients.vectorized import gaussians
-from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, StackedPriors
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws, StackedPriors
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
-from lightning_fedbayes.clients.vectorized.operations import ClientOperations, StackedOperations
+from lightning_fedbayes.clients.vectorized.operations import StackedOperations
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize, FederationError
@@ -88,11 +86,10 @@ Assemble = Callable[[Sequence[Tensor]], StepOutput]
 class StackedStep:
     """``training_step`` under vmap, with the parameters, buffers and noise of every client.
 
-    Without torch's private vmap primitives (:mod:`~lightning_fedbayes.core.private_torch`) the step runs in
-    ``torch.func.vmap``, without :class:`StackedOperations`: slower, with other draws of the same distribution.
+    Raises CannotVectorize if torch lacks a private primitive of vmap (:mod:`~lightning_fedbayes.core.private_torch`).
 
     Attributes:
-        fused_times, branched: of the last step, see :class:`StackedOperations`.
+        branched: of the last step, see :class:`StackedOperations`.
         shares_batch: the next steps take one batch for all clients, and refuse branches on what differs between them.
         shared_buffers: names of buffers that do not change, so that one copy serves all clients.
     """
@@ -106,10 +103,11 @@ class StackedStep:
         self._context = nullcontext if type(precision) is Precision else precision.train_step_context
         self._takes_index = takes_index(module)
         self.gaussians = GaussianParameters(module)
-        self.fused_times, self.branched, self.shares_batch = 0, False, False
+        self.branched, self.shares_batch = False, False
         self.shared_buffers: frozenset[str] = frozenset()
         torch.func.vmap(torch.sin)(torch.zeros(1))  # loads torch's batching rules that are written in Python
-        self._has_primitives = private_torch.has_vmap_primitives()
+        if not private_torch.has_vmap_primitives():
+            raise CannotVectorize("torch lacks a private name of vmap, which stacking needs, or it has changed")
 
     def __call__(
         self,
@@ -127,52 +125,24 @@ class StackedStep:
         on the module, ``local`` are priors of the clients, and ``shared`` buffers that all clients share.
         """
         tensors, shared = {**parameters, **buffers}, shared or {}
-
-        def of_client(
-            views: Tensors, stacked: dict[str, Any], batch: Any, operations: ClientOperations, as_seen: Any
-        ) -> tuple[list[Tensor], Assemble]:
-            held = {**attributes.shared, **stacked}
-            with nullcontext() if local is None else local.installed(as_seen):
-                return self._of_client({**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations)
-
+        count = len(next(iter(tensors.values())))
         self.log.begin_step()
-        with self._context():
-            if not self._has_primitives:
-                assembles: list[Assemble] = []
-
-                def step(views: Tensors, stacked: dict[str, Any], batch: Any, fields: list[Tensor]) -> list[Tensor]:
-                    given, operations = iter(fields), ClientOperations(not self.shares_batch)
-                    outputs, assemble = of_client(
-                        views,
-                        stacked,
-                        batch,
-                        operations,
-                        lambda stack: gaussians.with_own(stack, islice(given, len(gaussians.seen(stack)))),
-                    )
-                    self.branched = operations.branched
-                    assembles.append(assemble)
-                    return outputs
-
-                vmapped = torch.func.vmap(step, (0, 0, None if self.shares_batch else 0, 0), randomness="different")
-                stacks = vmapped(tensors, attributes.stacked, batch, [] if local is None else local.stacks())
-                return assembles[0](stacks)
-
-            count = len(next(iter(tensors.values())))
-            with private_torch.vmap_level(count) as level:
-                seen = partial(private_torch.to_client_view, level=level)
-                view = partial(private_torch.tree_map_only, Tensor, seen)
-                views = {name: seen(stack) for name, stack in tensors.items()}
-                stacked = {name: view(value) for name, value in attributes.stacked.items()}
-                if not self.shares_batch:
-                    # of a TensorDataset: faster than through the tree
-                    is_flat = type(batch) is list and all(isinstance(each, Tensor) for each in batch)
-                    batch = [seen(each) for each in batch] if is_flat else view(batch)
-                joint = gaussians.JointDraws(self.gaussians, parameters, views, local)
-                operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
-                as_seen = partial(gaussians.SeenPrior, view=view)
-                outputs, assemble = of_client(views, stacked, batch, operations, as_seen)
-                self.fused_times, self.branched = operations.fused_times, operations.branched
-                stacks = [private_torch.to_stack(output, level, count) for output in outputs]
+        with self._context(), private_torch.vmap_level(count) as level:
+            seen = partial(private_torch.to_client_view, level=level)
+            view = partial(private_torch.tree_map_only, Tensor, seen)
+            views = {name: seen(stack) for name, stack in tensors.items()}
+            held = {**attributes.shared, **{name: view(value) for name, value in attributes.stacked.items()}}
+            if not self.shares_batch:
+                # of a TensorDataset: faster than through the tree
+                is_flat = type(batch) is list and all(isinstance(each, Tensor) for each in batch)
+                batch = [seen(each) for each in batch] if is_flat else view(batch)
+            joint = JointDraws(self.gaussians, parameters, views, local)
+            operations = StackedOperations(level, self.gaussians, joint, not self.shares_batch)
+            with nullcontext() if local is None else local.installed(seen):
+                of_client = {**views, **shared}, [*buffers, *shared], held, batch, batch_idx, operations
+                outputs, assemble = self._of_client(*of_client)
+            self.branched = operations.branched
+            stacks = [private_torch.to_stack(output, level, count) for output in outputs]
         return assemble(stacks)
 
     def _of_client(
@@ -182,7 +152,7 @@ class StackedStep:
         attributes: dict[str, Any],
         batch: Any,
         batch_idx: int,
-        operations: ClientOperations,
+        operations: StackedOperations,
     ) -> tuple[list[Tensor], Assemble]:
         """Call ``training_step`` on one client's views. Returns its results, and how to use their stacks."""
         held = {**attributes, **self._marks}

@@ -15,7 +15,6 @@ from lightning_fedbayes.core import errors, plots
 from lightning_fedbayes.core.errors import LARGEST, PartitionError, is_whole, shown
 from lightning_fedbayes.core.posterior import check_tensor
 from lightning_fedbayes.core.seeding import derive_seed
-from lightning_fedbayes.core.tables import html_table
 
 Array = NDArray[Any]
 LabelSource = str | Sequence[int] | Callable[[Any], Any] | Tensor | None
@@ -37,10 +36,10 @@ class Split:
     >>> split.indices
     (tensor([0, 3]), tensor([1, 2]))
     >>> print(split)
-    client |  4  7 | total
-         0 |  1  1 |     2
-         1 |  1  1 |     2
-     total |  2  2 |     4
+    client      4      7  total
+         0      1      1      2
+         1      1      1      2
+     total      2      2      4
     """
 
     indices: tuple[Tensor, ...]
@@ -70,21 +69,10 @@ class Split:
         sizes = f"{min(self.sizes):,} to {max(self.sizes):,} per client"
         return f"Split({len(self.sizes)} clients, {sum(self.sizes):,} examples{classes}, {sizes})"
 
-    def _repr_html_(self) -> str:
-        head, *rows = self._table()
-        return html_table(head, rows)
-
     def __str__(self) -> str:
-        """Return a text table with inner columns of equal width, and bars after the first and before the last."""
         table = self._table()
-        width = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        inner = max([3, *(w + 1 for w in width[1:-1])])
-        lines = []
-        for row in table:
-            cells = "".join(cell.rjust(inner) for cell in row[1:-1])
-            middle = f"{cells} | " if cells else ""
-            lines.append(f"{row[0].rjust(width[0])} |{'' if cells else ' '}{middle}{row[-1].rjust(width[-1])}")
-        return "\n".join(lines)
+        width = max(len(cell) for row in table for cell in row)
+        return "\n".join(" ".join(cell.rjust(width) for cell in row) for row in table)
 
     def _table(self) -> list[list[str]]:
         """Return the rows of the printed table: a head, the clients, and the sums."""
@@ -288,7 +276,6 @@ class IIDPartition(Partition):
         errors.check_at_least("clients", self.clients, 1, error=PartitionError)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`Partition.deal`."""
         return np.array_split(generator.permutation(check_enough(self.clients, num_examples)), self.clients)
 
 
@@ -339,7 +326,6 @@ class SizesPartition(Partition):
         return any(isinstance(size, float) for size in self.sizes)
 
     def deal(self, labels: Tensor | None, num_examples: int | None, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`Partition.deal`."""
         total = check_enough(self.clients, num_examples)
         ends = np.cumsum(self.sizes)
         if self.fractional:

@@ -32,11 +32,11 @@ class ClassPartition(LabelPartition):
 
     >>> import torch
     >>> print(ClassPartition(clients=3, classes_per_client=2).split(torch.tensor([0, 1, 2] * 4), seed=0))
-    client |  0  1  2 | total
-         0 |  0  2  2 |     4
-         1 |  2  0  2 |     4
-         2 |  2  2  0 |     4
-     total |  4  4  4 |    12
+    client      0      1      2  total
+         0      0      2      2      4
+         1      2      0      2      4
+         2      2      2      0      4
+     total      4      4      4     12
     """
 
     clients: int
@@ -49,7 +49,6 @@ class ClassPartition(LabelPartition):
         check_at_least("classes_per_client", self.classes_per_client, 1, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`LabelPartition.deal_classes`."""
         classes, sizes = np.unique(labels, return_counts=True)
         shards = self._shards_of_classes(sizes, generator)
         stacks = [
@@ -147,7 +146,6 @@ class DirichletPartition(LabelPartition):
         check_flag("balance", self.balance, error=PartitionError)
 
     def deal_classes(self, labels: Array, generator: np.random.Generator) -> list[Array]:
-        """See :meth:`LabelPartition.deal_classes`."""
         total = check_enough(self.clients, len(labels))
         least = self.min_examples or min(10, max(1, total // (2 * self.clients)))
         if least * self.clients > total:

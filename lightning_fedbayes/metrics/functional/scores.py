@@ -100,34 +100,6 @@ def interval_coverage(mean: Tensor, variance: Tensor, target: Tensor, level: flo
     return ((target - mean).abs() <= half_width).to(variance.dtype)
 
 
-def ensemble_crps(samples: Tensor, target: Tensor) -> Tensor:
-    r"""Fair CRPS of M samples, :math:`\frac1M\sum_i|x_i-y| - \frac1{2M(M-1)}\sum_{ij}|x_i-x_j|`.
-
-    Its expectation is the CRPS of the samples' distribution, for any M. It can be negative for single examples.
-
-    Args:
-        samples: at least 2 draws from the predictive distribution of y (noise included), shape (samples, *).
-        target: y, shape (*), as of the result. Its mean is the score, in the units of the target.
-
-    Source: Ferro (2014); Zamo and Naveau (2018) eq. (PWM).
-
-    >>> ensemble_crps(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]))
-    tensor([0.])
-    """
-    utilities.check_numbers(samples=samples, target=target)
-    if torch.bool in (samples.dtype, target.dtype):
-        raise FedBayesError("samples or target are of torch.bool: give numbers")
-    if samples.ndim == 0 or len(samples) < 2:
-        remedy = "give at least 2 samples along the first dimension, or use the absolute error"
-        raise FedBayesError(f"samples has shape {tuple(samples.shape)}: {remedy}")
-    utilities.check_same_shape(samples_but_first=samples[0], target=target)
-    number = len(samples)
-    error = utilities.at_least_float32(samples - target).sort(0).values
-    rank = torch.arange(1, number + 1, dtype=error.dtype, device=error.device)
-    spread = torch.tensordot(2 * rank - number - 1, error, dims=1) / (number * (number - 1))
-    return error.abs().mean(0) - spread
-
-
 def determinant_sharpness(covariance: Tensor) -> Tensor:
     r"""Determinant sharpness :math:`\det(\Sigma)^{1/2d}`: the geometric mean of the predictive standard deviations.
 

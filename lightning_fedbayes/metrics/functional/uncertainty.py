@@ -1,34 +1,29 @@
-"""Uncertainty of a classifier's predictions: measures of it, what they are worth, and what they detect.
+"""Uncertainty of a classifier's predictions: measures of it, and what they are worth.
 
 The total uncertainty is the entropy of the mean predictive, or the variance of the one-hot label. Both split into an
 aleatoric part (noise in the label) and an epistemic part (disagreement of the posterior samples).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.special import digamma, entr
 
-from lightning_fedbayes.core.errors import FedBayesError, check_flag, check_number
 from lightning_fedbayes.metrics.functional import utilities
 
 
-def predictive_entropy(probs: Tensor, normalize: bool = True) -> Tensor:
+def predictive_entropy(probs: Tensor) -> Tensor:
     r"""Entropy of the mean predictive, :math:`\tilde H = -\sum_c \bar p_c \log \bar p_c / \log C`.
 
-    The total uncertainty: 0 if one class is certain, 1 (normalised) if all are equally likely. Source: [FBDL] eq. (8).
-
-    Args:
-        probs: class probabilities of each posterior sample, shape (samples, batch, classes). The result is (batch,).
-        normalize: divide by log C. Otherwise the entropy is in nats.
+    The total uncertainty: 0 if one class is certain, 1 if all are equally likely. Source: [FBDL] eq. (8).
+    Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
 
     >>> predictive_entropy(torch.tensor([[[0.5, 0.5], [1.0, 0.0]]]))
     tensor([1., 0.])
     """
-    check_flag("normalize", normalize, error=FedBayesError)
-    entropy = entr(utilities.check_samples(probs).mean(0)).sum(-1)
-    return entropy / math.log(probs.shape[-1]) if normalize else entropy
+    return entr(utilities.check_samples(probs).mean(0)).sum(-1) / math.log(probs.shape[-1])
 
 
 def mutual_information(probs: Tensor) -> Tensor:
@@ -46,7 +41,7 @@ def mutual_information(probs: Tensor) -> Tensor:
 
 
 def kwon_aleatoric(probs: Tensor) -> Tensor:
-    r"""Noise of the label: the trace of :func:`aleatoric_covariance`, :math:`1 - \frac1M \sum_{mc} p_{mc}^2`.
+    r"""Noise of the label: the trace of :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`.
 
     From 0 (every sample certain) to 1 − 1/C. Source: [FBDL] eq. (9), reported as the trace.
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
@@ -59,7 +54,7 @@ def kwon_aleatoric(probs: Tensor) -> Tensor:
 
 
 def kwon_epistemic(probs: Tensor) -> Tensor:
-    r"""Disagreement of samples: the trace of :func:`epistemic_covariance`, :math:`\frac1M \sum_m |p_m - \bar p|^2`.
+    r"""Disagreement of samples: the trace of :math:`\frac1M \sum_m (p_m - \bar p)(p_m - \bar p)^\top`.
 
     0 if all posterior samples agree (always for one sample), at most 1 − 1/C. Source: [FBDL] eq. (9), as the trace.
     Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch,).
@@ -71,145 +66,49 @@ def kwon_epistemic(probs: Tensor) -> Tensor:
     return (probs - probs.mean(0)).square().sum(-1).mean(0)
 
 
-def aleatoric_covariance(probs: Tensor) -> Tensor:
-    r"""Aleatoric matrix :math:`\frac1M \sum_m \mathrm{diag}(p_m) - p_m p_m^\top`. For a single number use its trace.
+class RetainedCurve(NamedTuple):
+    """Fractions retained, ascending to 1, and their accuracies, shape (points,) each. Area, a scalar: 1 − AURC."""
 
-    Together with :func:`epistemic_covariance` it is the covariance of the one-hot label,
-    :math:`\mathrm{diag}(\bar p) - \bar p \bar p^\top`. Source: [FBDL] eq. (9).
-    Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch, classes, classes).
-    """
-    probs = utilities.check_samples(probs)
-    return probs.mean(0).diag_embed() - _mean_outer_product(probs)
+    fraction: Tensor
+    accuracy: Tensor
+    area: Tensor
 
 
-def epistemic_covariance(probs: Tensor) -> Tensor:
-    r"""Epistemic matrix :math:`\frac1M \sum_m (p_m - \bar p)(p_m - \bar p)^\top`. Source: [FBDL] eq. (9).
-
-    Shapes: class probabilities of each posterior sample (samples, batch, classes), result (batch, classes, classes).
-    """
-    probs = utilities.check_samples(probs)
-    return _mean_outer_product(probs - probs.mean(0))
-
-
-def _mean_outer_product(vectors: Tensor) -> Tensor:
-    by_example = vectors.transpose(0, 1)
-    return by_example.mT @ by_example / len(vectors)
-
-
-def accuracy_retained_curve(correct: Tensor, uncertainty: Tensor) -> tuple[Tensor, Tensor]:
-    """Accuracy of the least uncertain examples against the fraction of examples that is retained.
+def accuracy_retained(correct: Tensor, uncertainty: Tensor) -> RetainedCurve:
+    r"""Accuracy of the least uncertain examples against the fraction retained; :math:`\frac1N \sum_n \mathrm{acc}(n)`.
 
     The most uncertain examples are discarded first, equally uncertain ones together. A useful uncertainty gives a curve
-    that falls from 1 to the plain accuracy, a useless one a level line.
+    that falls from 1 to the plain accuracy, a useless one a level line. acc(n) is the accuracy of the n least uncertain
+    examples, among equally uncertain ones its expectation over a random choice. Use its mean, the area, to compare
+    measures of uncertainty of one model. Between models it also rewards plain accuracy.
 
     Args:
         correct: true where the example was classified correctly, shape (batch,).
         uncertainty: any measure of uncertainty, shape (batch,).
 
-    Returns: fractions retained (ascending, the last is 1) and accuracies, one entry per distinct uncertainty.
-    Source: Filos et al. (2019); [FBDL] Figs. 2, 4, 6 and 7.
+    Returns: one point of the curve per distinct uncertainty.
+    Source: Filos et al. (2019); [FBDL] Figs. 2, 4, 6 and 7. Geifman, Uziel and El-Yaniv (2019) for the area.
 
-    >>> accuracy_retained_curve(torch.tensor([1, 0, 1, 0]), torch.tensor([0.1, 0.5, 0.2, 0.5]))
+    >>> curve = accuracy_retained(torch.tensor([1, 0, 1, 0]), torch.tensor([0.1, 0.5, 0.2, 0.5]))
+    >>> curve.fraction, curve.accuracy
     (tensor([0.2500, 0.5000, 1.0000]), tensor([1.0000, 1.0000, 0.5000]))
-    """
-    utilities.check_vectors(correct=correct, uncertainty=uncertainty)
-    fractions, accuracy = curve_of_groups(*utilities.sum_by_value(uncertainty, correct))
-    return fractions.float().to(correct.device), accuracy.float().to(correct.device)
-
-
-def accuracy_retained_area(correct: Tensor, uncertainty: Tensor) -> Tensor:
-    r"""Mean accuracy over all retained numbers, :math:`\frac1N \sum_{n=1}^N \mathrm{acc}(n)`: 1 − AURC, a scalar.
-
-    acc(n) is the accuracy of the n least uncertain examples, among equally uncertain ones its expectation over a random
-    choice. Use it to compare measures of uncertainty of one model. Between models it also rewards plain accuracy.
-    Arguments as for :func:`accuracy_retained_curve`.
-    Source: Geifman, Uziel and El-Yaniv (2019), the area under the risk–coverage curve.
-
-    >>> accuracy_retained_area(torch.tensor([1, 0]), torch.tensor([0.1, 0.5]))  # (1 + 1/2) / 2
+    >>> accuracy_retained(torch.tensor([1, 0]), torch.tensor([0.1, 0.5])).area  # (1 + 1/2) / 2
     tensor(0.7500)
     """
     utilities.check_vectors(correct=correct, uncertainty=uncertainty)
-    return area_of_groups(*utilities.sum_by_value(uncertainty, correct)).float().to(correct.device)
+    return retained_of_groups(*utilities.sum_by_value(uncertainty, correct), correct.device)
 
 
-def curve_of_groups(counts: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fractions and accuracies at the ends of groups of equally uncertain examples, float64, certain first."""
-    counts, hits = counts[counts > 0], hits[counts > 0]
-    return counts.cumsum(0) / counts.sum(), hits.cumsum(0) / counts.cumsum(0)
-
-
-def area_of_groups(counts: Tensor, hits: Tensor) -> Tensor:
-    """Return the mean of acc(n) over n = 1..N, for the groups of :func:`curve_of_groups`.
+def retained_of_groups(counts: Tensor, hits: Tensor, device: torch.device) -> RetainedCurve:
+    """Return the curve of groups of equally uncertain examples, (groups,), float64 on the CPU, certain first.
 
     Within a group of accuracy a that starts after n₀ examples with c₀ correct, acc(n) = a + (c₀ − n₀a)/n. The sum of
     1/n over the group is a difference of digamma functions.
     """
     counts, hits = counts[counts > 0], hits[counts > 0]
-    before, hits_before = counts.cumsum(0) - counts, hits.cumsum(0) - hits
+    ends, hits_there = counts.cumsum(0), hits.cumsum(0)
+    before, hits_before = ends - counts, hits_there - hits
     accuracy = hits / counts
-    harmonic = digamma(before + counts + 1) - digamma(before + 1)
-    return (counts * accuracy + (hits_before - before * accuracy) * harmonic).sum() / counts.sum()
-
-
-def ood_auroc(uncertainty_in: Tensor, uncertainty_out: Tensor) -> Tensor:
-    r"""Area under the ROC curve of an uncertainty u as a detector of out-of-distribution examples, a scalar in [0, 1].
-
-    .. math:: P(u_{out} > u_{in}) + \tfrac12 P(u_{out} = u_{in})
-
-    for one example drawn from each side: 1 for perfect separation, 0.5 for none. Use it to compare measures of
-    uncertainty: it needs no threshold. (torchmetrics' binary AUROC squashes scores outside [0, 1].)
-
-    Args:
-        uncertainty_in: of in-distribution examples, any unit, shape (examples in,), infinity too. FedBayesError for
-            NaN, for other shapes and without examples.
-        uncertainty_out: of out-of-distribution examples, in the same unit, shape (examples out,).
-
-    Source: Hanley and McNeil (1982); Hendrycks and Gimpel (2017).
-
-    >>> ood_auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))  # 3 pairs of 4, and a tie
-    tensor(0.8750)
-    """
-    _check_sides(uncertainty_in, uncertainty_out)
-    is_out = torch.cat([torch.zeros(len(uncertainty_in)), torch.ones(len(uncertainty_out))])
-    counts, out = utilities.sum_by_value(torch.cat([uncertainty_in, uncertainty_out]), is_out)
-    inside = counts - out
-    below = inside.cumsum(0) - inside
-    return ((out * (below + inside / 2)).sum() / (inside.sum() * out.sum())).float().to(uncertainty_in.device)
-
-
-def ood_fpr(uncertainty_in: Tensor, uncertainty_out: Tensor, recall: float = 0.95) -> Tensor:
-    r"""False-positive rate where the detector finds a share ``recall`` of out-of-distribution examples (FPR95).
-
-    Out-of-distribution is the positive class: an example is called so if its uncertainty is at least a threshold τ.
-
-    .. math:: \frac{1}{N_{in}} \sum_n [u^{in}_n \ge \tau], \qquad
-              \tau = \max \Bigl\{t : \frac{1}{N_{out}} \sum_n [u^{out}_n \ge t] \ge \mathrm{recall}\Bigr\}
-
-    Ties count against the detector. Use it for the cost of a detector that must not miss much. Papers that score by
-    confidence, such as the source, take in-distribution as the positive class and report another number.
-
-    Args:
-        uncertainty_in, uncertainty_out: as for :func:`ood_auroc`.
-        recall: share of out-of-distribution examples to be found, in (0, 1], else FedBayesError.
-
-    Returns: a scalar in [0, 1]. 0 is best.
-    Source: Liang, Li and Srikant (2018), with the classes exchanged.
-
-    >>> ood_fpr(torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.3, 0.5]))  # both are found from 0.3
-    tensor(0.5000)
-    """
-    check_number("recall", recall, "(0, 1]", error=FedBayesError, why="it is the share of examples to be found")
-    _check_sides(uncertainty_in, uncertainty_out)
-    # 0.95 · 100 may be a little more than 95 in floating point, but means 95 examples
-    found = max(1, math.ceil(recall * len(uncertainty_out) - 1e-9))
-    threshold = uncertainty_out.sort(descending=True).values[found - 1]
-    return (uncertainty_in >= threshold).float().mean()
-
-
-def _check_sides(uncertainty_in: Tensor, uncertainty_out: Tensor) -> None:
-    utilities.check_numbers(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
-    for name, side in (("uncertainty_in", uncertainty_in), ("uncertainty_out", uncertainty_out)):
-        if side.ndim != 1 or not len(side):
-            remedy = "give one number for each example, at least one on each side, or flatten it"
-            raise FedBayesError(f"{name} has shape {tuple(side.shape)}: {remedy}")
-    utilities.check_not_nan(uncertainty_in=uncertainty_in, uncertainty_out=uncertainty_out)
+    harmonic = digamma(ends + 1) - digamma(before + 1)
+    area = (counts * accuracy + (hits_before - before * accuracy) * harmonic).sum() / counts.sum()
+    return RetainedCurve(*(each.float().to(device) for each in (ends / counts.sum(), hits_there / ends, area)))

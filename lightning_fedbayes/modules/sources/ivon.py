@@ -148,7 +148,6 @@ class IVON(Optimizer):
             raise FederationError(f"params={shown(params)}: {error}; {remedy}") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["curvature"] == "ivon" and group["hessian_init"] is None:
@@ -179,8 +178,6 @@ class IVON(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("curvature", "ivon")  # a checkpoint from before there was a choice
         self.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,13 +10,13 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FederationError, FusionError, listed
+from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.server import Asynchronous
 from lightning_fedbayes.server.guard import FEWEST
 from lightning_fedbayes.server.plan import RoundPlan
-from lightning_fedbayes.server.schedule import Arrival, Delays, Fusion, Turn, read_arrivals, recorded
+from lightning_fedbayes.server.schedule import Arrival, Delays, Fusion, Turn
 from lightning_fedbayes.transport.flower import roster
 from lightning_fedbayes.transport.flower.wire import to_arrays
 
@@ -45,8 +44,7 @@ class Course:
     """Messages under way, and messages that have arrived since the last fusion. Late ones do not count.
 
     A client that has answered, or was given up, begins again after the next fusion. ``resumed`` is the
-    :meth:`state_dict` of a run that has ended too early. Raises FederationError if a ``replay`` is of no federation, or
-    is the file to write.
+    :meth:`state_dict` of a run that has ended too early.
     """
 
     def __init__(self, strategy: "FusionStrategy", resumed: Mapping[str, Any]) -> None:
@@ -54,12 +52,6 @@ class Course:
         self.strategy, self.schedule, self.server = strategy, strategy.schedule, strategy.running
         self.clients, self.timeout = strategy._roster, strategy._timeout
         self._log = log = None if strategy.checkpoint is None else strategy.checkpoint.with_suffix(".jsonl")
-        self._turns: list[Turn] | None = None
-        replay = self.schedule.replay
-        if replay is not None:
-            if log is not None and log.resolve() == Path(replay).resolve():
-                raise FederationError(f"replay={log} would be overwritten: give another checkpoint=, or none")
-            self._turns = recorded(read_arrivals(Path(replay)))
         self._jobs: dict[str, Job] = {}
         self._heard: dict[int, Heard] = {}
         self._resumed: dict[int, int] = dict(resumed.get("clients", {}))
@@ -82,52 +74,37 @@ class Course:
     def turn(self, grid: Grid, round: int, arrays: ArrayRecord, fewest: int) -> list[ClientOutcome]:
         """Run the federation after ``round`` fusions until messages are to be fused. Return outcomes as they arrived.
 
-        Raises FederationError if fewer than ``fewest`` clients are connected, or a replay cannot go on.
+        Raises FederationError if fewer than ``fewest`` clients are connected.
         """
-        began, turns = time.monotonic(), self._turns
-        if turns is not None and round >= len(turns):
-            raise FederationError(f"replay= ends after {len(turns)} fusions: give so many rounds at most")
-        replay = None if turns is None else turns[round]
+        began = time.monotonic()
         nodes = self.clients.look(grid, self.timeout)
         if len(nodes) < fewest:
             nodes = self.clients.wait(grid, fewest, self.timeout, at_once=True)
         together, buffer = self.schedule.together(len(nodes))
         if not round and together >= FEWEST and self.server.safeguards.max_influence is not None:
             buffer = max(buffer, FEWEST)  # fewer cannot be compared
-        turn = Turn((), (), frozenset(), (), 0.0, len(nodes)) if replay is None else replay
+        turn = Turn((), (), frozenset(), (), 0.0, len(nodes))
         told = {"share": 1 / max(1, turn.clients), "begun": not self.server.is_new}
         self._buffers[round] = self.server.buffers
         starts, refused = set[int](), set[int]()
         while True:
             self._go_on(grid, round)
-            if replay is None:
-                ready = self._ready(round, together)
-            else:  # in the log, as far as they are connected
-                ready = sorted((set(replay.starts) - starts - self.busy) & self.clients.nodes.keys())
-            for client in ready:
+            for client in self._ready(round, together):
                 self._start(grid, client, round, arrays, told)
                 starts.add(client)
             late = time.monotonic() - began > self.timeout
-            if replay is None:
-                due = self._due(round, max(buffer, fewest), late)
-            else:  # the clients of the log's turn, when all have been heard
-                order = [arrival.client for arrival in replay.arrivals]
-                missing = set(order) - self._heard.keys()
-                if missing and late:
-                    silence = f"clients {listed(missing)} are silent for {self.timeout:g} s"
-                    raise FederationError(f"the replay cannot go on: {silence}")
-                due = None if missing else order
+            due = self._due(round, max(buffer, fewest), late)
             if due is not None:
                 self._turn = turn._replace(starts=tuple(sorted(starts)), refused=frozenset(refused))
                 outcomes = self._admit(round, due)
-                if replay is not None or self._due(round, max(buffer, fewest), late) is not None:
+                if self._due(round, max(buffer, fewest), late) is not None:
                     return outcomes
             if not self._hear(grid, round, refused):
                 time.sleep(roster.POLL_SECONDS)
             self.clients.look(grid, self.timeout)
 
     def _admit(self, round: int, due: list[int]) -> list[ClientOutcome]:
-        """Let the server admit these clients, or note their failures. Raise FederationError for one in a replay."""
+        """Let the server admit these clients, or note their failures."""
         assert self._turn is not None
         now = time.monotonic() - self._begin
         arrivals = tuple(Arrival(now, client, self._heard[client].started) for client in due)
@@ -137,8 +114,6 @@ class Course:
         outcomes = [self.server.admit(*self._heard[client]) for client in due]
         for each in outcomes:
             if each.error is not None:
-                if self._turns is not None:
-                    raise FederationError(f"the replay cannot go on: {each.error}")
                 failure = ClientFailure(each.client, each.error)
                 self._heard[each.client] = self._heard[each.client]._replace(message=failure)
         return outcomes
@@ -239,7 +214,9 @@ class Course:
 
 
 def check_schedule(schedule: Asynchronous, min_clients: int) -> None:
-    """Raise FederationError for a schedule of a simulation, or one with too few messages for any fusion."""
+    """Raise FederationError for a schedule of one process, or one with too few messages for any fusion."""
+    if schedule.replay is not None:
+        raise FederationError("replay= repeats a log in one process: give it to FederatedBayes(schedule=...)")
     if schedule.delays != Delays():
         raise FederationError("delays= are those of a simulation: over a network the real ones count; leave them out")
     if schedule.buffer is not None and schedule.buffer < min_clients:

@@ -1,6 +1,6 @@
 """A Flower strategy that fuses posteriors, leaves bad clients out, and can be resumed."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fedbayes.clients.settings import FederationSettings, Fusion, Weighting
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
-from lightning_fedbayes.core.messages import ClientFailure, ClientOutcome, ClientUpdate, Kind
+from lightning_fedbayes.core.messages import ClientFailure, ClientUpdate, Kind
 from lightning_fedbayes.core.messages import Message as ClientMessage
 from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.modules.sources.curvature.kronecker import KroneckerLaplace
@@ -68,16 +68,12 @@ class Monitor:
         return bool(best) and self.patience is not None and best["scored"] - best["round"] >= self.patience
 
 
-EvaluateFunction = Callable[[int, ArrayRecord], "MetricRecord | None"]
-
-
 class FusionStrategy(Rounds, Strategy):
     """Fuses the posteriors of Flower's clients by any registered rule. The server's half of ``FederatedBayes``.
 
-    A client is left out of a round, and the server says why, if it raises, dies, or sends what is not finite, of
-    another structure, of another round, or unreadable. A round with fewer valid updates than ``safeguards`` ask for, or
-    one that the rule cannot fuse, leaves the global posterior as it was. Clients are
-    :func:`~lightning_fedbayes.transport.flower.client_app`.
+    A client that raises, dies, or sends what cannot be used is left out of a round, and the server says why. A round
+    with fewer valid updates than ``safeguards`` ask for, or one that the rule cannot fuse, leaves the global posterior
+    as it was. Clients are :func:`~lightning_fedbayes.transport.flower.client_app`.
 
     With a ``checkpoint`` the federation survives the server: :meth:`start` goes on after the last finished round and
     ends where an uninterrupted one does. With a ``schedule`` there are no rounds: free clients train, and as soon as
@@ -129,37 +125,21 @@ class FusionStrategy(Rounds, Strategy):
             raise FederationError(f"monitor='{monitor}' with evaluate=False: nothing is scored; give evaluate=True")
         self.schedule = schedule
         self._roster, self._asked, self._scoring = Roster(), dict[int, int](), dict[int, int]()
-        self._train = ConfigRecord()
-        self._course: Course | None = None
 
     def resume(self, model: Mapping[str, Tensor]) -> Server:
         """Begin a run: make the server that starts from ``model``, or goes on from the checkpoint."""
         self._asked, self._scoring = {}, {}
         self._scores: dict[int, ClientMessage] = {}
-        return super().resume(model)
+        server = super().resume(model)
+        self.course = None if self.schedule is None else Course(self, self.resumed)
+        return server
 
-    def go_on(self, under_way: Mapping[str, Any]) -> None:
-        """See :meth:`Rounds.go_on`."""
-        self._course = None if self.schedule is None else Course(self, under_way)
-
-    def under_way(self) -> dict[str, Any]:
-        """See :meth:`Rounds.under_way`."""
-        return {} if self._course is None else self._course.state_dict()
-
-    def ended(self, outcomes: Sequence[ClientOutcome]) -> None:
-        """See :meth:`Rounds.ended`."""
-        if self._course is not None:
-            self._course.end(outcomes)
-
-    def start(
+    def start(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
         timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateFunction | None = None,
         calibration: Sequence[Calibration] = (),
     ) -> Result:
         """Run the rounds that are still to do of ``num_rounds``, and calibrate.
@@ -172,8 +152,6 @@ class FusionStrategy(Rounds, Strategy):
             initial_arrays: the network before training, by :func:`~lightning_fedbayes.transport.flower.initial_arrays`.
             num_rounds: rounds of the whole federation, rounds in the checkpoint included.
             timeout: seconds that a round waits for its clients.
-            train_config, evaluate_config: more configuration for clients.
-            evaluate_fn: scores the global arrays on the server, after every round.
             calibration: callbacks that :meth:`calibrate` fits after the last round. Before the first, each client tries
                 one batch, and says whether it can answer.
 
@@ -181,7 +159,7 @@ class FusionStrategy(Rounds, Strategy):
         """
         check_calibration(calibration)
         self.summary()
-        self._timeout, self._train = timeout, train_config or ConfigRecord()
+        self._timeout = timeout
         server = self.resume(wire.tensors_in(initial_arrays, "the initial arrays"))
         result = Result(arrays=wire.to_arrays(server.posterior, server.buffers))
         if server.rounds >= num_rounds or self.monitor.is_over(self.best):
@@ -191,25 +169,21 @@ class FusionStrategy(Rounds, Strategy):
             result.arrays = self._scaled(server, grid, result.arrays, num_rounds)
             try_calibration(calibration, self._asking(grid, result.arrays, timeout))
         if self.monitor.name is not None and server.rounds > self.best.get("scored", 0):  # killed before it was scored
-            self._score(server.rounds, result, evaluate_config, grid)
+            self._score(server.rounds, result, grid)
         while server.rounds < num_rounds and not self.monitor.is_over(self.best):
             server_round = server.rounds + 1
-            if self._course is not None:
-                outcomes = self._course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
+            if self.course is not None:
+                outcomes = self.course.turn(grid, server.rounds, result.arrays, self.safeguards.min_clients)
                 arrays, metrics = _records(self.fuse(outcomes, server_round))
             else:
-                questions = self.configure_train(server_round, result.arrays, self._train, grid)
+                questions = self.configure_train(server_round, result.arrays, ConfigRecord(), grid)
                 arrays, metrics = self.aggregate_train(server_round, grid.send_and_receive(questions, timeout=timeout))
             result.arrays = arrays or result.arrays
             result.train_metrics_clientapp[server_round] = metrics
-            self._score(server_round, result, evaluate_config, grid)
-            if evaluate_fn is not None:
-                scores = evaluate_fn(server_round, result.arrays)
-                if scores is not None:
-                    result.evaluate_metrics_serverapp[server_round] = scores
+            self._score(server_round, result, grid)
             told_round(server_round, num_rounds, {**metrics, **result.evaluate_metrics_clientapp.get(server_round, {})})
         if self.across:
-            self._score_across(grid, evaluate_config or ConfigRecord())
+            self._score_across(grid)
         if self.best:
             posterior = GaussianPosterior.from_state_dict(self.best["posterior"])
             result.arrays = wire.to_arrays(posterior, self.best["buffers"])
@@ -218,9 +192,9 @@ class FusionStrategy(Rounds, Strategy):
             self.calibrate(grid, result.arrays, calibration, timeout)
         return result
 
-    def _score(self, server_round: int, result: Result, config: ConfigRecord | None, grid: Grid) -> None:
+    def _score(self, server_round: int, result: Result, grid: Grid) -> None:
         """Let clients score the global posterior, if ``evaluate``, and keep the best."""
-        questions = list(self.configure_evaluate(server_round, result.arrays, config or ConfigRecord(), grid))
+        questions = list(self.configure_evaluate(server_round, result.arrays, ConfigRecord(), grid))
         if not questions:
             return
         scores = self.aggregate_evaluate(server_round, grid.send_and_receive(questions, timeout=self._timeout))
@@ -238,22 +212,16 @@ class FusionStrategy(Rounds, Strategy):
         server.posterior, server.buffers = wire.from_arrays(arrays, "the global arrays")
         nodes = self._roster.wait(grid, self.safeguards.min_clients, self._timeout)
         self._asked = {nodes[client]: client for client in self.begin(server_round, nodes)}
-        return self._messages(MessageType.TRAIN, server_round, arrays, config, self._asked)
+        return self._messages(MessageType.TRAIN, server_round, arrays, self._asked, config)
 
     def _messages(
-        self,
-        kind: str,
-        server_round: int,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        nodes: dict[int, int],
-        told: Mapping[str, Any] | None = None,
+        self, kind: str, server_round: int, arrays: ArrayRecord, nodes: dict[int, int], config: Mapping[str, Any]
     ) -> list[Message]:
-        """Return a message for each client of ``nodes``, node → client, with ``told`` as further configuration."""
+        """Return a message for each client of ``nodes``, node → client, with ``config`` as further configuration."""
         messages = []
         arrays = ArrayRecord({key: array for key, array in arrays.items() if self.method.tells(key)})
         for node, client in nodes.items():
-            whole = ConfigRecord({**config, **self.config_for(client, server_round), **(told or {})})
+            whole = ConfigRecord({**self.config_for(client, server_round), **config})
             content = RecordDict({"arrays": arrays, "config": whole})
             counted = self.counted_for(client) if kind == MessageType.TRAIN else None
             if counted is not None:
@@ -263,7 +231,7 @@ class FusionStrategy(Rounds, Strategy):
 
     def _ask(self, node: int, client: int, server_round: int, arrays: ArrayRecord, told: Mapping[str, Any]) -> Message:
         """Return the message by which a client begins, in a federation without rounds."""
-        return self._messages(MessageType.TRAIN, server_round, arrays, self._train, {node: client}, told)[0]
+        return self._messages(MessageType.TRAIN, server_round, arrays, {node: client}, told)[0]
 
     def _read(self, reply: Message, client: int, server_round: int) -> ClientUpdate | ClientFailure:
         if has_lost_state(wire.header_in(reply)) and client in self.running.sites:
@@ -285,16 +253,9 @@ class FusionStrategy(Rounds, Strategy):
     ) -> None:
         """Calibrate the global posterior on the clients' validation data after :meth:`start`, and store the result.
 
-        ::
-
-            scaling, conformal = fb.FederatedTemperature(), fb.FederatedConformal(per_client=True)
-            result = strategy.start(grid, initial_arrays(module), num_rounds=20)
-            strategy.calibrate(grid, result.arrays, [scaling, conformal])
-
-        The result is the same as with these callbacks in one process, a FederatedTemperature first. Thresholds go by
-        the clients' numbers. A client that fails within ``timeout`` seconds is left out. One that lies counts for at
-        most a multiple of the median client (``max_influence``). Raise FederationError if it is called before
-        :meth:`start`, an argument cannot be used, or no client answers.
+        It is the same as with these callbacks in one process, a FederatedTemperature first; thresholds go by the
+        clients' numbers. A client that fails within ``timeout`` seconds is left out. Raise FederationError if it is
+        called before :meth:`start`, an argument cannot be used, or no client answers.
         """
         if self.server is None:
             raise FederationError("there is no federation to calibrate yet: call start first")
@@ -311,7 +272,7 @@ class FusionStrategy(Rounds, Strategy):
             request: dict[str, Any], clients: set[int] | None, kind: Kind
         ) -> dict[int, ClientMessage | FedBayesError]:
             nodes = {n: c for c, n in self._roster.nodes.items() if clients is None or c in clients}
-            questions = self._messages(f"{MessageType.QUERY}.calibrate", rounds, arrays, ConfigRecord(request), nodes)
+            questions = self._messages(f"{MessageType.QUERY}.calibrate", rounds, arrays, nodes, request)
             return read_all(grid.send_and_receive(questions, timeout=timeout), nodes, kind, rounds)
 
         return ask
@@ -326,11 +287,10 @@ class FusionStrategy(Rounds, Strategy):
             head = strategy.one_shot(grid, initial_arrays(head_module), head_module.head)
 
         For an :class:`~lightning_fedbayes.KroneckerLaplace` every client trains from ``arrays`` as in the first round,
-        and sends its weights with their curvature. For an :class:`~lightning_fedbayes.HierarchicalLinearRegression` it
-        sends sums over its training examples, and trains no network. For a :class:`~lightning_fedbayes.BayesianHead` it
-        sends sums over features. A softmax head asks further, as often as it needs. The result is the same as of these
-        calls in one process. A client that fails within ``timeout`` seconds is left out. Raise FederationError if an
-        argument cannot be used, or no client answers, and FedBayesError if the answers give no result.
+        for the others it sends sums over its examples. A softmax head asks further, as often as it needs. The result is
+        that of the same calls in one process. A client that fails within ``timeout`` seconds is left out. Raise
+        FederationError if an argument cannot be used, or no client answers, and FedBayesError if the answers give no
+        result.
 
         Args:
             grid, arrays: how the server reaches the clients, and the network before training.
@@ -362,7 +322,7 @@ class FusionStrategy(Rounds, Strategy):
     ) -> dict[int, Any]:
         nodes = {node: c for c, node in self._roster.nodes.items() if clients is None or c in clients}
         action = f"{MessageType.QUERY}.once"
-        questions = self._messages(action, 1, arrays, ConfigRecord({"one-shot": repr(method)}), nodes)
+        questions = self._messages(action, 1, arrays, nodes, {"one-shot": repr(method)})
         for question in questions if told else ():
             question.content[once.TOLD] = wire.record_of(told or {})
         return read_all(grid.send_and_receive(questions, timeout=self._timeout), nodes, once.kind_of(method), 1)
@@ -380,19 +340,19 @@ class FusionStrategy(Rounds, Strategy):
         if not self.evaluate:
             return []
         self._scoring = nodes = self._at_leisure(grid)
-        return self._messages(MessageType.EVALUATE, server_round, arrays, config, nodes)
+        return self._messages(MessageType.EVALUATE, server_round, arrays, nodes, config)
 
     def _at_leisure(self, grid: Grid) -> dict[int, int]:
-        known = self._roster.update(grid, self._timeout) if self._course is None else self._course.free
+        known = self._roster.update(grid, self._timeout) if self.course is None else self.course.free
         return {node: client for client, node in known.items()}
 
-    def _score_across(self, grid: Grid, config: ConfigRecord) -> None:
+    def _score_across(self, grid: Grid) -> None:
         """Let each client score the last posterior of each, for :attr:`cross_scores`, one posterior after another."""
         found, server_round = {}, self.running.rounds
         for client, model in self.own_models().items():
             nodes = self._at_leisure(grid)
-            more = {"across": True}
-            asked = self._messages(MessageType.EVALUATE, server_round, wire.to_arrays(*model), config, nodes, more)
+            arrays = wire.to_arrays(*model)
+            asked = self._messages(MessageType.EVALUATE, server_round, arrays, nodes, {"across": True})
             replies = grid.send_and_receive(asked, timeout=self._timeout)
             found[client] = read_all(replies, nodes, "scores", server_round)
         self.take_across(found)

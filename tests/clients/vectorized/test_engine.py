@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import suppress
-from functools import partial
 
 import lightning as L
 import pytest
@@ -16,14 +15,11 @@ from lightning_fedbayes.clients.vectorized import engine as vectorized
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
 from lightning_fedbayes.clients.vectorized.probe import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import Scheduler, stack_batches
-from lightning_fedbayes.clients.vectorized.stack import empty_with_layout, layout_of
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
-from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.loading import FailedBatch
 from lightning_fedbayes.server.plan import Batching, batches_per_epoch, client_batches, plan_round
-from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
-from tests.federations import CLASSES, Made, Plain, assert_equal, bayesian, blobs, federate, loader, network, parameters
+from tests.federations import CLASSES, Made, Plain, assert_equal, blobs, federate, loader, parameters
 
 
 def with_fault(fault: str) -> Made:
@@ -90,23 +86,6 @@ def test_the_module_holds_the_global_model_during_a_round_and_the_optimizer_its_
     assert "log" not in vars(module)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 1, 3)])
-def test_a_layout_is_made_as_it_was_read(order):
-    inverse = sorted(range(4), key=lambda place: order[place])
-    tensor = torch.zeros([(2, 3, 4, 5)[d] for d in order]).permute(inverse)
-    assert tensor.shape == (2, 3, 4, 5)
-    assert layout_of(tensor) == order
-    made = empty_with_layout((7, 3, 4, 5), order, torch.zeros(1, dtype=torch.float64))
-    assert layout_of(made) == order
-    assert (made.shape, made.dtype) == ((7, 3, 4, 5), torch.float64)
-
-
-def test_a_tensor_with_gaps_or_mixed_clients_has_no_layout():
-    assert layout_of(torch.zeros(3, 2).t()) is None
-    assert layout_of(torch.zeros(2, 4)[:, :2]) is None
-    assert layout_of(torch.zeros(()).expand(2, 3)) is None
-
-
 def test_clipping_is_that_of_each_client_alone():
     gradients = [torch.randn(4, 3, 2), torch.randn(4), 10 * torch.randn(4, 5)]
     gradients[0][2], gradients[1][2], gradients[2][2] = 0.01, 0.0, 0.02  # below the limit
@@ -149,37 +128,6 @@ def test_groups_that_step_apart_keep_their_own_number_of_steps():
     assert [float(state[0]["step"]) for state in kept] == [5.0, 5.0]
     stacked.remove()
     assert optimizer.param_groups[0]["params"] == [own]
-
-
-CASES = {
-    "plain": (partial(Plain, optimizer=torch.optim.Adam, lr=0.05), blobs),
-    "batch norm": (lambda: Plain(network(batch_norm=True)), blobs),
-    "convolutions": (Convolutional, images),
-    "padding": (Padded, words),
-    "attributes per client": (PerClient, blobs),
-    "late buffer": (Late, blobs),
-    "skipped steps": (SkipsShort, blobs),
-    "logged values and outputs": (Logging, blobs),
-    "Gaussian without noise": (partial(bayesian, posterior_std=1e-9, prior_std=0.1), blobs),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_federation_ends_equal_without_the_primitives(case, monkeypatch):
-    make, data = CASES[case]
-    ended = []
-    for removed in (False, True):
-        if removed:
-            monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
-        module, partition = make(), fb.SizesPartition((30, 20, 10))
-        federation = fb.FederatedBayes(partition, fusion="rklb", engine="vectorized", local_epochs=2)
-        made = federate(module, federation, 2, loader(data()))
-        assert federation.federation.engine.name == "vectorized"
-        assert federation.history[-1]["failed_clients"] == 0
-        figures = {name: value for name, value in made.callback_metrics.items() if not name.endswith("seconds")}
-        ended.append((dict(module.state_dict()), figures))
-    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
 
 
 def test_a_swap_reaches_tied_tensors_and_is_undone_after_an_error():

@@ -11,7 +11,6 @@ from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.wrappers import Running
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import FederationError
 from tests.federations import CLASSES, Plain, assert_equal, federate, parameters
 
@@ -149,12 +148,6 @@ def test_both_engines_log_the_same():
         for before, after in zip(first.history, second.history, strict=True):
             assert before.keys() == after.keys(), name
             assert after == pytest.approx({**before, "seconds": after["seconds"]}, rel=1e-5, abs=1e-7), name
-
-
-def test_metrics_are_fed_without_private_names_of_torch(monkeypatch):
-    monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
-    values = [run(engine, collection, logs_members)[2] for engine in ("sequential", "vectorized")]
-    assert values[1]["train/f1"] == pytest.approx(values[0]["train/f1"], rel=1e-6)
 
 
 class Discounted(Metric):

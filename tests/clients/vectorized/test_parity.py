@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer
-from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers import LinearFlipout, LinearLocalReparameterization, LinearReparameterization
 from lightning_fedbayes.methods import FedProx
-from tests.clients.vectorized.modules import Convolutional, Logging, PerClient, SkipsShort, images
+from tests.clients.vectorized.modules import Convolutional, Late, Logging, Padded, PerClient, SkipsShort, images, words
 from tests.federations import CLASSES, FEATURES, Made, Plain, blobs, federate, loader, network, of_bayesian_torch
 
 PARTITIONS = [fb.IIDPartition(4), fb.DirichletPartition(5, alpha=0.5), fb.SizesPartition((1, 7, 30, 8, 44))]
@@ -55,7 +54,7 @@ SETTINGS = {
     "one client after the other": {"fraction": "turns"},
     "personal head": {"local_parameters": ["net.2.*"]},
     "proximal": {"fusion": FedProx(0.5), "local_epochs": 2, "local_parameters": ["net.2.*"]},
-    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy_l2"},
+    "drawn together": {"fusion": "conflation", "weighting": "max_discrepancy"},
 }
 
 
@@ -95,6 +94,11 @@ def test_networks_of_all_sorts_of_parameters(keep):
 
     results = both(Adam, fb.SizesPartition((27, 20, 13)), rounds=3, train=loader(images()), keep=keep)
     assert_same(results)
+
+
+@pytest.mark.parametrize(("make", "data"), [(Padded, words), (Late, blobs)])
+def test_paddings_and_a_buffer_that_changes_late(make, data):
+    assert_same(both(make, PARTITIONS[0], train=loader(data())))
 
 
 def slow(examples: int) -> Made:
@@ -198,20 +202,9 @@ def test_networks_of_bayesian_torch_end_equal_where_their_noise_vanishes(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layer", "primitives"),
-    [
-        (LinearReparameterization, True),
-        (LinearReparameterization, False),
-        (LinearLocalReparameterization, True),
-        (LinearFlipout, False),
-        (Converted, True),
-    ],
-)
-def test_noise_is_independent_between_clients_and_has_the_same_moments(layer, primitives, monkeypatch):
+@pytest.mark.parametrize("layer", [LinearReparameterization, LinearLocalReparameterization, LinearFlipout, Converted])
+def test_noise_is_independent_between_clients_and_has_the_same_moments(layer):
     """200 clients with the same data in the same order: what they send differs by their noise alone."""
-    if not primitives:
-        monkeypatch.setattr(private_torch, "has_vmap_primitives", lambda: False)
     clients = 200
     data = blobs(12)
     moments = []

@@ -87,10 +87,10 @@ class Recurrent(Plain):
     def __init__(self):
         torch.manual_seed(0)
         super().__init__(nn.Linear(4, CLASSES))
-        self.lstm = nn.LSTM(2, 4, 2, batch_first=True, dropout=0.1)
+        self.gru = nn.GRU(2, 4, 2, batch_first=True, dropout=0.1)
 
     def forward(self, x):
-        return self.net(self.lstm(x.view(-1, 3, 2))[0][:, -1])
+        return self.net(self.gru(x.view(-1, 3, 2))[0][:, -1])
 
 
 def backward_hook() -> Plain:
@@ -139,7 +139,7 @@ REFUSED = {
     "tensor in place": (lambda: Changed(counts, count=torch.zeros(())), {}, "changes self.count"),
     "rate": (lambda: Changed(slows), {}, "changes the optimizer's options"),
     "late optimizer": (lambda: Plain(optimizer=Late), {}, "Late"),
-    "lstm": (Recurrent, {}, "runs a recurrent layer with dropout between layers"),
+    "gru": (Recurrent, {}, "runs an LSTM, or a recurrent layer with dropout between layers"),
     "vector loss": (lambda: Changed(lambda m, loss, batch: loss.expand(8)), {}, "must be one number"),
 }
 

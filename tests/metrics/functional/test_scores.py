@@ -53,27 +53,6 @@ def test_gaussian_crps_is_the_integral(example):
     assert F.gaussian_crps(mean, variance, target).item() == pytest.approx(below + above, rel=1e-6)
 
 
-@given(st.integers(2, 12), st.integers(0, 1000), st.sampled_from([0.0, 1e3]))
-@settings(deadline=None)
-def test_ensemble_crps_is_the_double_sum(number, seed, offset):
-    generator = torch.Generator().manual_seed(seed)
-    samples = torch.randn(number, 5, generator=generator, dtype=torch.float64) + offset
-    target = torch.randn(5, generator=generator, dtype=torch.float64) + offset
-    pairs = (samples.unsqueeze(0) - samples.unsqueeze(1)).abs().sum((0, 1))
-    expected = (samples - target).abs().mean(0) - pairs / (2 * number * (number - 1))
-    assert torch.allclose(F.ensemble_crps(samples, target), expected, atol=1e-9)
-
-
-@pytest.mark.parametrize("number", [2, 5, 40])
-def test_fair_crps_is_unbiased_for_few_samples(number):
-    """E[CRPS] of N(0, 1) samples against N(0, 1) targets is 1/√π ≈ 0.564, for any number of samples."""
-    trials = 200_000
-    generator = torch.Generator().manual_seed(number)
-    samples, target = torch.randn(number, trials, generator=generator), torch.randn(trials, generator=generator)
-    scores = F.ensemble_crps(samples, target)
-    assert abs(scores.mean() - 1 / math.sqrt(math.pi)) < 5 * scores.std() / math.sqrt(trials)
-
-
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.95])
 def test_coverage_of_exact_gaussian_data_is_the_level(level):
     number = 200_000
@@ -102,7 +81,6 @@ test_errors_name_the_shape_and_the_remedy = refusals(
     (lambda: F.negative_log_likelihood(BATCH, torch.zeros(3)), "float32.*one integer class"),
     (lambda: F.negative_log_likelihood(BATCH, torch.tensor([0, 1, 2])), "from 0 to 2, and probs have 2"),
     (lambda: F.gaussian_nll(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(3)), r"target \(3,\).*equal"),
-    (lambda: F.ensemble_crps(torch.zeros(1, 3), torch.zeros(3)), "at least 2 samples"),
     (lambda: F.interval_coverage(torch.zeros(1), torch.ones(1), torch.zeros(1), 95), "level=95"),
     (lambda: F.determinant_sharpness(torch.ones(3)), r"\(\*, d, d\).*diag_embed"),
     (lambda: F.determinant_sharpness(torch.diag(torch.tensor([1.0, -1.0]))), "1 of 1.*negative determinant"),

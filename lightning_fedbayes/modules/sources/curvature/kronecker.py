@@ -40,11 +40,6 @@ class KroneckerSite:
     outputs: Mapping[str, Tensor]
     num_examples: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for each in (self.mean, self.buffers, self.inputs, self.outputs) for t in each.values())
-
 
 @dataclass(frozen=True)
 class KroneckerLaplace:

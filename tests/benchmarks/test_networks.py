@@ -1,4 +1,4 @@
-"""Shapes and parameter counts of the ready networks."""
+"""Shapes and parameter counts of the networks of published figures."""
 
 import math
 
@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_fedbayes as fb
+from benchmarks.networks import lenet, resnet20
 from lightning_fedbayes import HybridBayesianClassifier
-from lightning_fedbayes.modules import lenet, resnet20
 from tests.clients.vectorized.test_parity import assert_same, both
 from tests.federations import loader
 
