@@ -347,8 +347,8 @@ def test_tables_curves_pictures_and_the_page_say_so_too(tmp_path):
     assert float(saver.best_model_score) > 0
     home = tmp_path / "lightning_logs" / "version_0"
     tables = {path.stem for path in home.glob("*.csv")}
-    assert {"val_draws_clients", "val_draws_personal", "val_draws_across", "federation_clients"} <= tables
-    pictures = {"val_draws_calibration", "val_draws_accuracy_retained", "val_draws_across"}
+    assert {"val_draws_clients", "val_draws_personal", "federation_clients"} <= tables
+    pictures = {"val_draws_calibration", "val_draws_accuracy_retained"}
     assert {path.stem for path in home.glob("val_*.png")} == pictures
     own = {row["client"]: float(row["accuracy"]) for row in rows_in(home / "val_draws_clients.csv")}
     shown = {row["client"]: float(row["draws/accuracy"]) for row in rows_in(home / "federation_clients.csv")}
