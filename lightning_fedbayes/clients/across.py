@@ -88,10 +88,7 @@ class CrossScores:
         return figure, self.values[figure].detach().cpu().double()
 
     def others(self, figure: str | None = None) -> tuple[Tensor, Tensor]:
-        r"""Return the means off the diagonal: of each row (model), and of each column (data). Shape (clients,) each.
-
-        .. math:: \bar v_{i\cdot} = \tfrac1{K-1} \sum_{j \ne i} v_{ij}, \qquad
-            \bar v_{\cdot j} = \tfrac1{K-1} \sum_{i \ne j} v_{ij}
+        """Return the means off the diagonal: of each row (model), and of each column (data). Shape (clients,) each.
 
         NaN for a single client. ``figure`` and errors as in :meth:`table`.
         """

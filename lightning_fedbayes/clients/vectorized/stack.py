@@ -141,8 +141,7 @@ class ClientStack:
         try:
             attributes = Attributes(stacked, self.attributes.shared)
             shared = {name: value for name, (value, *_) in self.shared.items()}
-            output = self.step(parameters, buffers, attributes, batch, batch_idx, local, shared)
-            losses = output.losses
+            losses, rest, replaced = self.step(parameters, buffers, attributes, batch, batch_idx, local, shared)
             if losses is not None:
                 added = [term(parameters, lambda stack: take_rows(stack, slots)).to(losses) for term in self._terms]
                 losses = sum(added, losses)
@@ -158,10 +157,10 @@ class ClientStack:
             for name, rows in before.items():  # the clients will try again one by one
                 put_rows(self.buffers[name], slots, rows)
             raise
-        for name, buffer in (buffers | output.buffers).items():
+        for name, buffer in (buffers | replaced).items():
             if name in self.buffers:
                 put_rows(self.buffers[name], slots, buffer)
-        return None if losses is None else losses.detach(), output.rest, output.buffers
+        return None if losses is None else losses.detach(), rest, replaced
 
     @torch.no_grad()
     def _measure(

@@ -33,19 +33,6 @@ class Attributes:
     shared: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """Result of a stacked step: the clients' losses with gradient, shape (clients,), None for a skipped batch.
-
-    ``rest`` are the other entries that ``training_step`` returned, tensors with a first dimension of clients, and
-    ``buffers`` those that were replaced (not updated in place), shape (clients, *).
-    """
-
-    losses: Tensor | None
-    rest: dict[str, Any]
-    buffers: Tensors
-
-
 class StepModes:
     """The modes of a module's parts, training or evaluation, where a client's first step switches them.
 
@@ -80,6 +67,9 @@ class StepModes:
             )
 
 
+StepOutput = tuple[Tensor | None, dict[str, Any], Tensors]
+"""The clients' losses with gradient, (clients,), None for a skipped batch; the other entries that ``training_step``
+returned; and the buffers that were replaced, not updated in place. Tensors have a first dimension of clients."""
 Assemble = Callable[[Sequence[Tensor]], StepOutput]
 
 
@@ -181,6 +171,6 @@ class StackedStep:
             changed = {name: next(remaining) for name in replaced}
             values = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             others = private_torch.tree_unflatten(values, structure) if rest else {}
-            return StepOutput(None if loss is None else next(remaining), others, changed)
+            return None if loss is None else next(remaining), others, changed
 
         return outputs, assemble
