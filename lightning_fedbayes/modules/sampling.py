@@ -13,38 +13,13 @@ from torch import Tensor, nn
 from lightning_fedbayes.core import posterior as gaussians
 from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
-from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, check_tensor, is_random
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, check_tensor
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.affine import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]
 """Name in the posterior → values of shape (sets, *shape). A value that is expanded is the same in all sets."""
-
-
-def draws_from_posterior(
-    posterior: GaussianPosterior, samples: int, generator: torch.Generator | None = None
-) -> ParameterSets:
-    r"""Return independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
-
-    [FedAG] calls predictions with them ordinary Monte Carlo (OMC).
-
-    Args:
-        posterior: the global posterior. Deterministic parameters are the same in every draw.
-        samples: number of draws M.
-        generator: source of the noise. None: the global one.
-    """
-    check_posterior(posterior, "posterior")
-    check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
-    check_at_least("samples", samples, 1, error=FedBayesError)
-    sets = {}
-    for name, mean in posterior.mean.items():
-        values = mean.expand(samples, *mean.shape)
-        if is_random(posterior.variance[name]):
-            noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            values = mean + posterior.variance[name].sqrt() * noise
-        sets[name] = values
-    return sets
 
 
 def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:

@@ -157,7 +157,7 @@ def test_draws_have_the_moments_of_the_posterior():
         {"a": torch.tensor([4.0, 0.01, 0.0]), "b": torch.tensor(1e-4)},
     )
     generator = torch.Generator().manual_seed(0)
-    draws = [q.sample(generator) for _ in range(count)]
+    draws = [q.sample(generator=generator) for _ in range(count)]
     flat = torch.stack([torch.cat([draw["a"], draw["b"].view(1)]) for draw in draws]).double()
     mean, variance = q.flatten()
     assert bool(((flat.mean(0) - mean).abs() <= 5 * (variance / count).sqrt()).all())
@@ -170,7 +170,7 @@ def test_draws_have_the_moments_of_the_posterior():
 def test_draws_come_from_the_generator_alone():
     q = draw_posterior([(5,)], 0)
     before = torch.get_rng_state()
-    first, second = (q.sample(torch.Generator().manual_seed(3))["p0"] for _ in range(2))
+    first, second = (q.sample(generator=torch.Generator().manual_seed(3))["p0"] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), before)
 
