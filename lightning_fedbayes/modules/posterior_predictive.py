@@ -136,11 +136,10 @@ class PosteriorPredictive(ScoredModule):
         """
         if self.is_linearised:
             return self._draws(*self._linearised(inputs), samples)
-        posterior, count = self._known(), self.samples if samples is None else samples
+        posterior = self._known()
+        sets = posterior.sample(self.samples if samples is None else samples)
         buffers = posterior.buffers if isinstance(posterior, KroneckerPosterior) else None
-        return self._vectorized_if_possible(
-            outputs_with, self.network, posterior.sample(count), inputs, buffers=buffers
-        )
+        return self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
 
     @torch.no_grad()
     def at_mean(self, inputs: Any) -> Tensor:
