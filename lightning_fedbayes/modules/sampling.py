@@ -131,8 +131,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     if network not in _ONE_BY_ONE and not convolves_noise(network, inputs):
         devices = [inputs.device] if inputs.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # a failed attempt must leave the generators unchanged
-            chunk = draws_per_pass(network, inputs)
-            outputs = _vectorized(forward, samples, chunk, inputs.device) if may_vectorize(network) else None
+            outputs = _vectorized(forward, samples, draws_per_pass(network, inputs), inputs.device)
             states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
         if outputs is not None:
             torch.set_rng_state(states[0])
@@ -176,17 +175,6 @@ def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
         if next(module.parameters(recurse=False), None) is not None:
             return None
     return None
-
-
-def may_vectorize(network: nn.Module) -> bool:
-    """Return False for networks known to fail: recurrent layers behind noise, and layers that draw noise in place."""
-    noisy = False
-    for module in network.modules():  # the order of definition
-        foreign = isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes.")
-        if foreign or (noisy and isinstance(module, nn.RNNBase)):
-            return False
-        noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
-    return True
 
 
 Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]
