@@ -21,7 +21,7 @@ from lightning_fedbayes.fusion.server_optimizers import FedAdam
 from lightning_fedbayes.metrics.functional import calibration_diagram, concordance_index, cox_loss
 from lightning_fedbayes.modules import mlp
 from lightning_fedbayes.modules.hierarchical import HierarchicalFit
-from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
+from lightning_fedbayes.modules.sampling import outputs_with
 
 SAMPLES = 20
 """Draws of the parameters for a prediction."""
@@ -301,7 +301,7 @@ def predict(
 ) -> Prediction:
     """Return the mean prediction over draws of the parameters; of a model without a posterior, its only one."""
     draws = 1 if posterior.is_point_mass else SAMPLES
-    sets = draws_from_posterior(posterior, draws, torch.Generator().manual_seed(0))
+    sets = posterior.sample(draws, torch.Generator().manual_seed(0))
     outputs = torch.cat([outputs_with(module, sets, part) for part in x.split(1000)], 1)
     if federation.task == "classification":
         return Prediction(outputs.softmax(-1).mean(0))

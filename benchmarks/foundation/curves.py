@@ -124,7 +124,7 @@ class Scores(L.Callback):
             return module(x).log_softmax(-1)
         posterior = self.federation.posterior
         generator = torch.Generator().manual_seed(0)
-        drawn = [posterior.sample(generator) for _ in range(32)]
+        drawn = [posterior.sample(generator=generator) for _ in range(32)]
         layers = [[each[f"layer.0.{name}"] for name in ("weight", "bias")] for each in drawn]
         logs = torch.stack([F.linear(x, *each) for each in layers]).log_softmax(-1)
         return logs.logsumexp(0) - math.log(len(logs))

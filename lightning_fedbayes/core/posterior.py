@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_kind, check_strings, listed, shown
 
 PIECE = 2**17
@@ -281,15 +282,25 @@ class GaussianPosterior:
         other_mean, other_variance = other.ordered(self.names).flatten()
         return gaussian_kl(mean, variance, other_mean, other_variance)
 
-    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """One draw of all parameters: name → tensor of the parameter's shape."""
+    def sample(self, draws: int | None = None, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        r"""Draw all parameters independently, :math:`\theta \sim N(\mu, \mathrm{diag}(\sigma^2))`.
+
+        Args:
+            draws: number of draws: name → shape (draws, \*shape). Deterministic parameters are views, the same in each.
+                None: one, name → tensor of the parameter's shape.
+            generator: source of the noise. None: the global one.
+        """
         check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=PosteriorError)
-        draw = {name: mean.clone() for name, mean in self.mean.items()}
+        if draws is not None:
+            errors.check_at_least("draws", draws, 1, error=PosteriorError)
+        drawn = {}
         for name, mean in self.mean.items():
-            if not is_zero(self.variance[name]):
-                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-                draw[name] = mean + self.variance[name].sqrt() * noise
-        return draw
+            values = mean.clone() if draws is None else mean.expand(draws, *mean.shape)
+            if is_random(self.variance[name]):
+                noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+                values = mean + self.variance[name].sqrt() * noise
+            drawn[name] = values
+        return drawn
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state for :meth:`from_state_dict`. Deterministic tensors store no variance."""

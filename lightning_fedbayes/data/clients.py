@@ -18,8 +18,8 @@ from lightning_fedbayes.core.errors import LARGEST, FederationError, PartitionEr
 from lightning_fedbayes.core.loading import Parts
 from lightning_fedbayes.core.seeding import generator
 from lightning_fedbayes.core.tables import MOST_ROWS
-from lightning_fedbayes.data.partition import Partition, counts_table
-from lightning_fedbayes.data.partition.base import LabelSource, as_labels, is_class_label, read_labels
+from lightning_fedbayes.data.partition import Partition
+from lightning_fedbayes.data.partition.base import LabelSource, as_labels, counts_table, is_class_label, read_labels
 
 LABEL_ATTRIBUTES = ("targets", "labels", "y")
 

@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.registry import get_rule, register_fusion
 from lightning_fedbayes.fusion.rule import Cohort, CohortRule, Fused, FusionRule, Posteriors, RuleState
 
 TOLERANCE, ITERATIONS = 1e-9, 1000
-"""The geometric median is found when an iteration moves it by less, in units of the least median distance. Bound."""
+"""An iteration that moves the geometric median by less, in units of the least median distance, is the last; most."""
 
 
 @register_fusion("geometric_median", aliases=("rfa",))

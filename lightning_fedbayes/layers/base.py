@@ -264,8 +264,7 @@ class Reparameterized(BayesianLayer):
 
     Args:
         module: the module to wrap. It is kept, not copied.
-        prior_mean, prior_variance, prior_std, prior: as in
-            :class:`~lightning_fedbayes.layers.LinearReparameterization`.
+        prior: of every entry. None: N(0, 1).
         posterior_std: initial σ. None: for each parameter 0.1 × the root mean square of its values (of all the
             module's values where it is all zero).
 
@@ -282,14 +281,11 @@ class Reparameterized(BayesianLayer):
         self,
         module: nn.Module,
         *,
-        prior_mean: float = 0.0,
-        prior_variance: float | None = None,
-        prior_std: float | None = None,
         prior: Prior | None = None,
         posterior_std: float | None = None,
     ) -> None:
         super().__init__()
-        prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
+        prior = choose_prior(0.0, None, None, prior)
         errors.check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConversionError(f"{type(module).__name__} is lazy: run it on one batch before it is wrapped")

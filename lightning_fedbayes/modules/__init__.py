@@ -27,7 +27,6 @@ from lightning_fedbayes.modules.linear_regression import LinearStatistics as Lin
 from lightning_fedbayes.modules.networks import mlp as mlp
 from lightning_fedbayes.modules.posterior_predictive import PosteriorPredictive as PosteriorPredictive
 from lightning_fedbayes.modules.sampling import draws_from_clients as draws_from_clients
-from lightning_fedbayes.modules.sampling import draws_from_posterior as draws_from_posterior
 from lightning_fedbayes.modules.sampling import is_stochastic as is_stochastic
 from lightning_fedbayes.modules.sampling import outputs_with as outputs_with
 from lightning_fedbayes.modules.sampling import sample_outputs as sample_outputs

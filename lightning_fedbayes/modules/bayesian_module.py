@@ -215,7 +215,7 @@ class BayesianModule(L.LightningModule):
         if self.predictive == "bootstrap":
             sets = sampling.draws_from_clients([sampling.within(client, NETWORK).to(device) for client in last.clients])
         else:
-            sets = sampling.draws_from_posterior(sampling.within(last.posterior, NETWORK).to(device), count)
+            sets = sampling.within(last.posterior, NETWORK).to(device).sample(count)
         return sampling.outputs_with(self.network, sets, inputs)
 
     def predict_mean(self, inputs: Tensor) -> Tensor:

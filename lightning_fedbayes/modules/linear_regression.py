@@ -161,7 +161,7 @@ class BayesianLinearRegression:
     Standardise inputs and targets, so that a prior of standard deviation 1 is vague. The bias has the same prior.
 
     Args:
-        sums: of the examples, of :math:`\tilde x` and (targets,).
+        sums: of the examples, of :math:`\tilde x`, with a moment of shape (features + 1, targets).
         prior_std: standard deviation s of the prior.
         noise: variance σ² in squared units of the targets, or how to estimate it: see :meth:`fit`.
 

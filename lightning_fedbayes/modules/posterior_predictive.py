@@ -13,7 +13,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 from lightning_fedbayes.metrics import likelihoods
 from lightning_fedbayes.modules.bayesian_module import BayesianModule, ScoredModule, scores_of
-from lightning_fedbayes.modules.sampling import draws_from_posterior, outputs_with
+from lightning_fedbayes.modules.sampling import outputs_with
 from lightning_fedbayes.modules.sources.curvature import KroneckerPosterior, draws_of_outputs, linearised_outputs
 
 T = TypeVar("T")
@@ -136,11 +136,9 @@ class PosteriorPredictive(ScoredModule):
         """
         if self.is_linearised:
             return self._draws(*self._linearised(inputs), samples)
-        posterior, count = self._known(), self.samples if samples is None else samples
-        if isinstance(posterior, KroneckerPosterior):
-            sets, buffers = posterior.sample(count), posterior.buffers
-        else:
-            sets, buffers = draws_from_posterior(posterior, count), None
+        posterior = self._known()
+        sets = posterior.sample(self.samples if samples is None else samples)
+        buffers = posterior.buffers if isinstance(posterior, KroneckerPosterior) else None
         return self._vectorized_if_possible(outputs_with, self.network, sets, inputs, buffers=buffers)
 
     @torch.no_grad()

@@ -13,38 +13,13 @@ from torch import Tensor, nn
 from lightning_fedbayes.core import posterior as gaussians
 from lightning_fedbayes.core.batches import output_of
 from lightning_fedbayes.core.errors import FedBayesError, PosteriorError, check_at_least, check_kind, listed
-from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, check_tensor, is_random
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, check_tensor
 from lightning_fedbayes.layers import MCDropout, mean_only
 from lightning_fedbayes.layers.affine import BayesianConv
 from lightning_fedbayes.layers.posterior_view import parameter_paths
 
 ParameterSets = dict[str, Tensor]
 """Name in the posterior → values of shape (sets, *shape). A value that is expanded is the same in all sets."""
-
-
-def draws_from_posterior(
-    posterior: GaussianPosterior, samples: int, generator: torch.Generator | None = None
-) -> ParameterSets:
-    r"""Return independent draws of all parameters, :math:`\theta_m \sim N(\mu, \mathrm{diag}(\sigma^2))`.
-
-    [FedAG] calls predictions with them ordinary Monte Carlo (OMC).
-
-    Args:
-        posterior: the global posterior. Deterministic parameters are the same in every draw.
-        samples: number of draws M.
-        generator: source of the noise. None: the global one.
-    """
-    check_posterior(posterior, "posterior")
-    check_kind("generator", generator, torch.Generator | None, "give a torch.Generator", error=FedBayesError)
-    check_at_least("samples", samples, 1, error=FedBayesError)
-    sets = {}
-    for name, mean in posterior.mean.items():
-        values = mean.expand(samples, *mean.shape)
-        if is_random(posterior.variance[name]):
-            noise = torch.randn(values.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            values = mean + posterior.variance[name].sqrt() * noise
-        sets[name] = values
-    return sets
 
 
 def draws_from_clients(clients: Sequence[GaussianPosterior]) -> ParameterSets:
@@ -156,8 +131,7 @@ def sample_outputs(network: nn.Module, inputs: Tensor, samples: int) -> Tensor:
     if network not in _ONE_BY_ONE and not convolves_noise(network, inputs):
         devices = [inputs.device] if inputs.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # a failed attempt must leave the generators unchanged
-            chunk = draws_per_pass(network, inputs)
-            outputs = _vectorized(forward, samples, chunk, inputs.device) if may_vectorize(network) else None
+            outputs = _vectorized(forward, samples, draws_per_pass(network, inputs), inputs.device)
             states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
         if outputs is not None:
             torch.set_rng_state(states[0])
@@ -201,17 +175,6 @@ def draws_per_pass(network: nn.Module, inputs: Tensor) -> int | None:
         if next(module.parameters(recurse=False), None) is not None:
             return None
     return None
-
-
-def may_vectorize(network: nn.Module) -> bool:
-    """Return False for networks known to fail: recurrent layers behind noise, and layers that draw noise in place."""
-    noisy = False
-    for module in network.modules():  # the order of definition
-        foreign = isinstance(module, BaseVariationalLayer_) and not module.__module__.startswith("lightning_fedbayes.")
-        if foreign or (noisy and isinstance(module, nn.RNNBase)):
-            return False
-        noisy = noisy or isinstance(module, BaseVariationalLayer_ | MCDropout)
-    return True
 
 
 Predictive = Literal["layers", "omc", "bootstrap", "closed_form"]

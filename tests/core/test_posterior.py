@@ -150,15 +150,17 @@ def test_state_dict_survives_a_file_of_weights_only():
     assert_equal(pickle.loads(pickle.dumps(q)), q)
 
 
-def test_draws_have_the_moments_of_the_posterior():
+@pytest.mark.parametrize("together", [True, False])
+def test_draws_have_the_moments_of_the_posterior(together):
     count = 4000
     q = GaussianPosterior(
         {"a": torch.tensor([1.0, -2.0, 3.0]), "b": torch.tensor(0.5)},
         {"a": torch.tensor([4.0, 0.01, 0.0]), "b": torch.tensor(1e-4)},
     )
     generator = torch.Generator().manual_seed(0)
-    draws = [q.sample(generator) for _ in range(count)]
-    flat = torch.stack([torch.cat([draw["a"], draw["b"].view(1)]) for draw in draws]).double()
+    many = q.sample(count, generator) if together else [q.sample(generator=generator) for _ in range(count)]
+    draws = many if isinstance(many, dict) else {name: torch.stack([each[name] for each in many]) for name in q.names}
+    flat = torch.cat([draws["a"], draws["b"][:, None]], 1).double()
     mean, variance = q.flatten()
     assert bool(((flat.mean(0) - mean).abs() <= 5 * (variance / count).sqrt()).all())
     assert bool(((flat.var(0) - variance).abs() <= 5 * variance * (2 / count) ** 0.5).all())
@@ -170,7 +172,7 @@ def test_draws_have_the_moments_of_the_posterior():
 def test_draws_come_from_the_generator_alone():
     q = draw_posterior([(5,)], 0)
     before = torch.get_rng_state()
-    first, second = (q.sample(torch.Generator().manual_seed(3))["p0"] for _ in range(2))
+    first, second = (q.sample(generator=torch.Generator().manual_seed(3))["p0"] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), before)
 

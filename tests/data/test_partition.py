@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import PartitionError
-from lightning_fedbayes.data.partition import Split, counts_table, label_skew
+from lightning_fedbayes.data.partition import Split, label_skew
+from lightning_fedbayes.data.partition.base import counts_table
 from tests.refusals import refusals
 
 labels_with_gaps = st.lists(st.sampled_from([-3, 0, 7, 40, 41]), min_size=20, max_size=120).map(torch.tensor)

@@ -90,7 +90,6 @@ PLACES = {
         {"mean": getattr(q, "mean", q), "variance": getattr(q, "variance", q)}
     ),
     "UpdatePrivacy": lambda q: fb.UpdatePrivacy().send(fb.ClientUpdate(0, 5, q), posterior(), "", 0),
-    "draws_from_posterior": lambda q: modules.draws_from_posterior(q, 2),
     "draws_from_clients": lambda q: modules.draws_from_clients([posterior(), q]),
 }
 OF_A_NETWORK = {

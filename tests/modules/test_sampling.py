@@ -8,7 +8,7 @@ from benchmarks.networks import lenet
 from lightning_fedbayes.core.posterior import zeros_like
 from lightning_fedbayes.layers import ESTIMATORS, MCDropout, Reparameterized, bayesianize, with_mc_dropout
 from lightning_fedbayes.modules import is_stochastic, mlp, sample_outputs, sampling
-from lightning_fedbayes.modules.sampling import convolves_noise, draws_from_posterior, outputs_with
+from lightning_fedbayes.modules.sampling import convolves_noise, outputs_with
 from tests.federations import around, of_bayesian_torch
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -199,7 +199,7 @@ def counted(*layers):
 @pytest.mark.parametrize("body", ["plain", "lstm", "branch"])
 def test_what_has_no_variance_runs_once_for_all_draws(body, zero):
     network, x = Deep(body).eval(), torch.randn(5, 4)
-    sets = draws_from_posterior(around(network, 0.3, "head", zero), 10)
+    sets = around(network, 0.3, "head", zero).sample(10)
     calls, last = counted(network.body), counted(network.head)
     found = outputs_with(network, sets, x)
     assert (len(calls), len(last)) == (1, 1)
@@ -212,14 +212,6 @@ def test_layers_that_vary_run_for_all_draws_and_layers_that_do_not_for_one():
     network, seen = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), []
     for layer in network:
         layer.register_forward_hook(lambda _, inputs, output: seen.append("BatchedTensor" in repr(output)))
-    sets = draws_from_posterior(around(network, 0.3, "2"), 6)
+    sets = around(network, 0.3, "2").sample(6)
     assert outputs_with(network, sets, torch.randn(5, 4)).shape == (6, 5, 4)
     assert seen == [False, False, True, True]
-
-
-def test_draws_of_a_posterior_have_its_moments():
-    network = nn.Linear(2, 2)
-    sets = draws_from_posterior(around(network), 50_000, torch.Generator().manual_seed(0))
-    for name, mean in around(network).mean.items():
-        torch.testing.assert_close(sets[name].mean(0), mean, atol=0.02, rtol=0)
-        torch.testing.assert_close(sets[name].var(0), around(network).variance[name], rtol=0.04, atol=1e-4)

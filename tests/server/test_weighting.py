@@ -157,25 +157,6 @@ def test_known_overlap_is_generalised_least_squares():
     assert among == pytest.approx((expected / expected.sum()).tolist())
 
 
-def test_the_mean_by_known_overlap_has_the_variance_of_theory():
-    """1 / (1ᵀ Φ⁻¹ 1), below that of the average by size: means of standard normal examples, 20,000 times."""
-    shared, held = holders(range(40), range(20, 60), range(25, 65), range(60, 100))
-    sizes = held.sum(1)
-    covariance = shared / sizes[:, None] / sizes
-    draws = torch.randn(held.shape[1], 20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    means = held @ draws / sizes[:, None]
-    facts = facts_of([normal([0.0])] * 4, [40] * 4)
-    variances = {}
-    for weighting in (KnownOverlap(shared), "train_size"):
-        weights = torch.tensor(client_weights(weighting, facts), dtype=torch.float64)
-        variances[weighting] = float((weights @ means).var())
-        assert variances[weighting] == pytest.approx(float(weights @ covariance @ weights), rel=0.04)  # 4 errors
-    least, by_size = variances.values()
-    ones = torch.ones(4, dtype=torch.float64)
-    assert least == pytest.approx(float(1 / (ones @ torch.linalg.solve(covariance, ones))), rel=0.04)
-    assert least < 0.9 * by_size
-
-
 def test_clients_with_the_same_data_share_the_weight_of_one():
     shared, _ = holders(range(50), range(50), range(50, 100))
     assert client_weights(KnownOverlap(shared), facts_of([normal([0.0])] * 3)) == shares(1, 1, 2)

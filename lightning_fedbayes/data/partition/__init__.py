@@ -5,6 +5,5 @@ from lightning_fedbayes.data.partition.base import LabelPartition as LabelPartit
 from lightning_fedbayes.data.partition.base import Partition as Partition
 from lightning_fedbayes.data.partition.base import SizesPartition as SizesPartition
 from lightning_fedbayes.data.partition.base import Split as Split
-from lightning_fedbayes.data.partition.base import counts_table as counts_table
 from lightning_fedbayes.data.partition.label_skew import ClassPartition as ClassPartition
 from lightning_fedbayes.data.partition.label_skew import DirichletPartition as DirichletPartition

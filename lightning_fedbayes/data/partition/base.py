@@ -105,16 +105,7 @@ def counts_table(indices: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, tup
     (tensor([[1, 1],
             [0, 1]]), (5, 9))
     """
-    labels = as_labels(labels)
-    if not is_class_label(labels):
-        why = "counting needs one integer per example"
-        raise PartitionError(f"labels have dtype {labels.dtype} and shape {tuple(labels.shape)}; {why}")
-    remedy = "give a vector of indices for each client"
-    errors.check_kind("indices", indices, list | tuple, remedy, error=PartitionError)
-    if not indices:
-        raise PartitionError("there are no indices to count: give a vector of them for each client")
     for client in indices:
-        check_tensor("indices", client, error=PartitionError)
         if client.numel() and not 0 <= int(client.min()) <= int(client.max()) < len(labels):
             given = f"indices from {int(client.min())} to {int(client.max())}"
             raise PartitionError(f"{given} of {len(labels)} examples; they count from 0")

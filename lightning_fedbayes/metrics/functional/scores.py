@@ -265,7 +265,9 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
     tensor(0.6667)
     """
     happened = check_survival(time, event, risk=risk)
-    utilities.check_not_nan(risk=risk)
+    if bool(risk.isnan().any()):
+        where = f"{int(risk.isnan().sum())} of {risk.numel()} entries"
+        raise FedBayesError(f"risk is NaN at {where}: correct these predictions, or leave the examples out")
     halves = pairs = happened.new_zeros((), dtype=torch.int64)
     for index in happened.nonzero().split(max(1, PAIRS // len(time))):
         outlived = (time[index] < time) | ((time[index] == time) & ~happened)

@@ -96,7 +96,8 @@ def accuracy_retained(correct: Tensor, uncertainty: Tensor) -> RetainedCurve:
     tensor(0.7500)
     """
     utilities.check_vectors(correct=correct, uncertainty=uncertainty)
-    return retained_of_groups(*utilities.sum_by_value(uncertainty, correct), correct.device)
+    counts, hits = utilities.sum_by_value(uncertainty, correct)
+    return retained_of_groups(counts, hits, correct.device)
 
 
 def retained_of_groups(counts: Tensor, hits: Tensor, device: torch.device) -> RetainedCurve:

@@ -64,14 +64,6 @@ def check_vectors(**tensors: Tensor) -> None:
             raise FedBayesError(f"{name} has shape {tuple(tensor.shape)}, but a vector is needed; flatten it")
 
 
-def check_not_nan(**tensors: Tensor) -> None:
-    """Raise FedBayesError if one of ``tensors``, which are to be put in order, holds NaN."""
-    for name, tensor in tensors.items():
-        if bool(tensor.isnan().any()):
-            where = f"{int(tensor.isnan().sum())} of {tensor.numel()} entries"
-            raise FedBayesError(f"{name} is NaN at {where}: correct these predictions, or leave the examples out")
-
-
 def check_gaussian(mean: Tensor, variance: Tensor, target: Tensor) -> None:
     """Raise FedBayesError unless all are of one shape and no variance is negative."""
     check_same_shape(mean=mean, variance=variance, target=target)

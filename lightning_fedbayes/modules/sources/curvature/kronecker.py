@@ -3,11 +3,12 @@ r"""One-shot federation: Laplace posteriors with Kronecker factors, the server t
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -311,12 +312,8 @@ class KroneckerPosterior:
 
     def to(self, device: torch.device | str) -> "KroneckerPosterior":
         """This posterior on another device."""
-        return KroneckerPosterior(
-            {name: value.to(device) for name, value in self.mean.items()},
-            {layer: [(a.to(device), b.to(device)) for a, b in terms] for layer, terms in self.terms.items()},
-            self.prior_precisions,
-            {name: value.to(device) for name, value in self.buffers.items()},
-        )
+        parts = {name: getattr(self, name) for name in ("mean", "terms", "buffers")}
+        return replace(self, **apply_to_collection(parts, Tensor, lambda tensor: tensor.to(device)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state for :meth:`from_state_dict`: tensors, numbers, and dicts and lists of them."""
