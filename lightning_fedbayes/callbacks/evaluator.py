@@ -1,5 +1,6 @@
 """One evaluator for all reports and calibrations of a Trainer: each validation and test predicts once."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -97,6 +98,7 @@ class Evaluator:
         self._predictive: PosteriorPredictive | None = None
         self._samples = DRAWS
         self._right, self._has_said = [0, 0, 0], False
+        self._train_loss: float | None = None  # of the first round; infinity once it has been compared
         self.checked: L.LightningModule | None = None
         self._again, self._can_draw = set[str](), False
         self.begin()
@@ -155,6 +157,8 @@ class Evaluator:
             with suppress(FedBayesError):  # there is none yet
                 posterior = GaussianPosterior.point_mass({}) if trainer.sanity_checking else federation.posterior
         self._asks = any(reader.asks(module, posterior, has_clients=self._has_clients) for reader in readers)
+        if self._train_loss is None and "federation/train_loss" in trainer.callback_metrics:
+            self._train_loss = float(trainer.callback_metrics["federation/train_loss"])
         samples = next((n for n in (getattr(reader, "samples", None) for reader in readers) if n), None)
         self._samples, self._takes_outputs = samples or DRAWS, self._calibrates or samples is not None
         samples_itself = callable(getattr(module, "sample", None))
@@ -264,10 +268,23 @@ class Evaluator:
             more = [predictive.sample(inputs, self._samples - DRAWS)] if self._samples > DRAWS else []
             found = known.rows(torch.cat([draws, *more])[: self._samples], target)
         if known.of_classes and not self._has_said:
-            at = known.rows(predictive.at_mean(inputs)[None], target)
+            outputs = predictive.at_mean(inputs)
+            at = known.rows(outputs[None], target)
             right = [int((each["probs"].mean(0).argmax(-1) == each["target"]).sum()) for each in (at, found)]
             self._right = [sum(pair) for pair in zip(self._right, (*right, len(found["target"])))]
+            self._compare(known.loss(outputs, target), target.numel() // max(1, len(target)))
         return found | {name: first[name] for name in ("logits",) if name in first}
+
+    def _compare(self, loss: Tensor, targets: int) -> None:
+        """Say once if training's loss is nearer to the mean over an example's targets than to their sum, ``loss``."""
+        known = self._train_loss
+        if known is None:
+            return
+        if targets > 1 and known * math.sqrt(targets) < float(loss):
+            what = f"training_step returns {known:.3g}, it seems the mean over an example's {targets} targets"
+            why = f"the prior is weighed against their sum, {float(loss):.3g}, and counts too much so"
+            rank_zero_info(f"{what}; {why}: multiply the loss by {targets}.")
+        self._train_loss = math.inf
 
     def _tell(self) -> None:
         """Say once if draws of the posterior get many fewer targets of a validation right than its mean does."""

@@ -34,7 +34,7 @@ OF_DRAWS = ("logits", "probs")
 Collate = Callable[[list[Any]], Any]
 Predictors = L.LightningModule | Mapping[str, L.LightningModule]
 HIGHER_IS_BETTER = ("accuracy", "coverage", "c_index")
-REMEDY = "give a module of this package, or wrap your own with its posterior, fb.PosteriorPredictive(module, posterior)"
+REMEDY = "give a module of this package, or wrap your own, fb.PosteriorPredictive(module, federation.posterior)"
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 

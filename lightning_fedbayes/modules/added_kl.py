@@ -21,7 +21,8 @@ def with_kl(module: L.LightningModule, kl_weight: float = 1.0) -> L.LightningMod
     examples, in a federation the present client's. The copy's class is a subclass of the module's class.
 
     When to use it: after :func:`~lightning_fedbayes.bayesianize` of your module, if you do not want to change its
-    ``training_step``. For a warm-up or a logged KL, write :func:`~lightning_fedbayes.kl_divergence` into your loss.
+    ``training_step``. Save the copy's ``state_dict``: its class is made here, and cannot be pickled. For a warm-up or a
+    logged KL, write :func:`~lightning_fedbayes.kl_divergence` into your loss.
 
     Args:
         module: its ``training_step`` returns the loss, or a dict with "loss".

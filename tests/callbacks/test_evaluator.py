@@ -334,6 +334,38 @@ def test_each_client_s_own_posterior_is_drawn(returns, by):
     assert "personal/nll" in figures_of(bayesian(), keep=["posterior"])
 
 
+@pytest.mark.parametrize(
+    ("targets", "factor", "likelihood"),
+    [((1, 8, 8), 1, fb.Bernoulli()), ((1, 8, 8), 64, fb.Bernoulli()), ((6,), 1, fb.Bernoulli()), ((8, 8), 1, None)],
+)
+def test_a_loss_that_is_a_mean_over_an_example_s_targets_is_told_once(caplog, targets, factor, likelihood):
+    class Pixels(Plain):
+        def training_step(self, batch, batch_idx):
+            return factor * self.loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return fb.IVON(self.parameters())
+
+    size = (2, *targets) if likelihood is None else targets
+    module = Pixels(torch.nn.Sequential(torch.nn.Linear(4, torch.Size(size).numel()), torch.nn.Unflatten(1, size)))
+    loss = torch.nn.functional.binary_cross_entropy_with_logits if likelihood else torch.nn.functional.cross_entropy
+    module.loss, module.likelihood = loss, likelihood
+    labels = torch.randint(2, (40, *targets))
+    data = TensorDataset(torch.randn(40, 4), labels.float() if likelihood else labels)
+    with caplog.at_level("INFO"):
+        val = DataLoader(data, 8)
+        federate(
+            module,
+            fb.FederatedBayes(fb.IIDPartition(2)),
+            3,
+            DataLoader(data, 8),
+            val,
+            callbacks=[fb.UncertaintyReport(4)],
+        )
+    said = f"multiply the loss by {torch.Size(targets).numel()}."
+    assert caplog.text.count(said) == (factor == 1)
+
+
 def rows_in(path):
     with open(path) as file:
         return list(csv.DictReader(file))

@@ -181,7 +181,7 @@ class CalibrationCallback(Reader):
         """Name the bounded clients. ``what`` they have sent."""
         if names:
             whose = f"the {what} of client{'s' if len(names) > 1 else ''} {errors.listed(names)} stand out"
-            most = f"count for at most {self.max_influence:g} times those of the median client"
+            most = f"count for at most max_influence={self.max_influence:g} times those of the median client"
             rank_zero_info(f"Calibration {self.label}: {whose}, and {most}")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
