@@ -26,7 +26,7 @@ class _Round(NamedTuple):
     Args:
         names: of the Gaussian tensors.
         lengths: name → entries, of all tensors in the order of the posterior.
-        rows: where the Gaussian entries are among all, shape (P,), bool.
+        rows: where the Gaussian entries are among all, shape (P,), bool; a slice if they are all or none.
         mean: global, shape (P,).
         precision: global, shape (G,).
         prior: precision of the prior, shape (G,).
@@ -36,7 +36,7 @@ class _Round(NamedTuple):
 
     names: tuple[str, ...]
     lengths: Mapping[str, int]
-    rows: Tensor
+    rows: Tensor | slice
     mean: Tensor
     precision: Tensor
     prior: Tensor
@@ -176,7 +176,8 @@ class Sites(method.Method):
             _, age, gain = shared.tensors["age"].float().tolist()  # as they travel
             slope = kept["gradient"].to(common.mean.device) - share * common.gradient
             slope[common.rows] += share * ((1 - gain) * common.gradient[common.rows] - gain * common.slope)
-            slope[~common.rows] *= MEMORY ** max(0.0, age - 1) if common.names else 1.0
+            if isinstance(common.rows, Tensor):
+                slope[~common.rows] *= MEMORY ** max(0.0, age - 1)
             strength = share * common.precision
         else:
             slope = torch.zeros_like(common.mean)
@@ -212,14 +213,14 @@ class Sites(method.Method):
         )
         share = self._weight(shared, client)
         old = dict(zip(common.names, before["precision"].split([common.lengths[name] for name in common.names])))
-        found = []
+        found, strength = [], share * (common.precision if kept else common.prior)
+        strengths = dict(zip(common.names, strength.split([len(each) for each in old.values()])))
         for name, part in old.items():
             if name in trained.precisions:
                 found.append(trained.precisions[name].reshape(-1).to(like))
             elif name in trained.gradients:  # its optimizer, or its source, has the posterior under the local prior
-                strength = share * (common.precision if kept else common.prior)
-                local = dict(zip(common.names, strength.split([len(each) for each in old.values()])))[name]
-                found.append((1 / trained.posterior.variance[name].reshape(-1).to(like) - local).clamp_min(0))
+                local = 1 / trained.posterior.variance[name].reshape(-1).to(like) - strengths[name]
+                found.append(local.clamp_min(0))
             else:
                 found.append(part)
         precision = torch.cat(found) if found else like[:0]
@@ -416,11 +417,13 @@ class Sites(method.Method):
             names = gaussian_names(posterior)
             lengths = {name: value.numel() for name, value in posterior.mean.items()}
             mean, variance = posterior.flatten()
-            rows = torch.cat([torch.full((n,), name in names, device=mean.device) for name, n in lengths.items()])
-            priors = torch.tensor([self.prior_of(name) for name in names], dtype=torch.float64, device=mean.device)
-            numbers = torch.tensor([lengths[name] for name in names], dtype=torch.int64, device=mean.device)
-            centre, std = (each.repeat_interleave(numbers) for each in priors.view(-1, 2).T)
-            prior = std**-2
+            rows: Tensor | slice = slice(len(mean) if names else 0)
+            if 0 < len(names) < len(lengths):
+                rows = torch.cat([torch.full((n,), name in names, device=mean.device) for name, n in lengths.items()])
+            priors = [(lengths[name], *self.prior_of(name)) for name in names]
+            centre, std = ([mean.new_full((n,), each[i]) for n, *each in priors] for i in range(2))
+            centre, prior = (torch.cat([mean[:0], *each]) for each in (centre, std))
+            prior = prior**-2
             told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
             precision = 1 / variance[rows] if names else mean[:0]
             natural = precision, prior, prior * (mean[rows] - centre)

@@ -89,8 +89,8 @@ class SiteGuard(Guard):
         self._width = torch.where(variance > 0, variance, 1.0).sqrt()
         self._own = [value.numel() for name, value in posterior.mean.items() if name in names]
         self._is_own = [name in names for name, value in posterior.mean.items() if value.numel()]
-        rows = torch.cat([torch.full((n,), name in names) for name, n in zip(posterior.names, self._lengths)])
-        self._variance = variance[rows.to(variance.device)]
+        parts = zip(posterior.names, variance.split(self._lengths))
+        self._variance = torch.cat([variance[:0], *(part for name, part in parts if name in names)])
         self._examples: dict[int, float] = {}
         self._slope = torch.nn.functional.normalize(slope.to(mean.device) * self._width, dim=0)
         self._against: dict[int, float] = {}
