@@ -84,9 +84,8 @@ class ExamplePrivacy(L.Callback):
         self.noise_multiplier = noise_multiplier
         self.delta = delta
         self._counts: Counts = {}
-        self._counts_before: Counts = {}
+        self._finished: Counts = {}  # of whole rounds
         self._trains: Any = None
-        self._unfinished = False
         self._samples: GradSamples | None = None
         self._optimizer: Any = None
         self._checked = False
@@ -122,8 +121,6 @@ class ExamplePrivacy(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the first round, put hooks on the layers."""
-        self._counts_before = {client: dict(kinds) for client, kinds in self._counts.items()}
-        self._unfinished = True
         if self._samples is not None:
             return
         check_no_buffers(self._trains.engine.model.federated_buffers)
@@ -183,9 +180,13 @@ class ExamplePrivacy(L.Callback):
         """Name of the ε in logs."""
         return EPSILONS[2 + (self.seed is not None)]
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the steps of the round: it is over, and a checkpoint may be written in its validation."""
+        self._finished = {client: dict(kinds) for client, kinds in self._counts.items()}
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the largest ε of a client."""
-        self._unfinished = False
+        self.on_validation_start(trainer, pl_module)
         pl_module.log(self.figure, max(self.epsilons.values(), default=0.0))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -200,8 +201,7 @@ class ExamplePrivacy(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the secret, and the steps of every client up to the end of the last finished round."""
-        counts = self._counts_before if self._unfinished else self._counts
-        steps = {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in counts.items()}
+        steps = {client: [(*kind, n) for kind, n in kinds.items()] for client, kinds in self._finished.items()}
         return {"steps": steps, "secret": self._secret}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,6 +211,7 @@ class ExamplePrivacy(L.Callback):
             check_kind("secret", secret := state_dict.get("secret", self._secret), str, "a text is needed")
             counts = {client: {(z, share): n for z, share, n in each} for client, each in state_dict["steps"].items()}
         self._secret, self._counts = secret, counts
+        self._finished = {client: dict(kinds) for client, kinds in counts.items()}
 
 
 def kl_gradients(module: nn.Module, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -124,7 +124,7 @@ class CrossScores:
         about 110 for 3 clients, 33 for 5, 19 for 10, 16 for 30 and 17 for 100. Among clients with independent effects
         from one exponential distribution, as the losses of models with two weights have it, some client is named with
         probability ``rate`` at most (half of it for models, half for data, simulated once). With more weights it is
-        less, with a single one more (0.13 of 10 clients), and if the clients' numbers of examples differ much.
+        less; with a single one it is more (0.13 of 10 clients), as if the clients' numbers of examples differ much.
 
         A client with scores off the diagonal that are not finite always stands out. If the effects of more than half of
         the clients are equal, such as accuracies of few examples, or there are fewer than three clients, no other does.

@@ -153,18 +153,22 @@ def test_the_order_of_the_callbacks_does_not_matter(first):
     assert_equal(parameters(module), parameters(other))
 
 
+@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_resumed_run_ends_like_one_that_was_not_interrupted(tmp_path):
-    """With the noise of the same secret, which another run does not have."""
+def test_a_resumed_run_ends_like_one_that_was_not_interrupted(at_end, tmp_path):
+    """With the noise of the same secret, which another run does not have. A round counts in its validation."""
     whole, privacy, other = bayesian(), ExamplePrivacy(), bayesian()
-    kept = ModelCheckpoint(tmp_path, "half", every_n_epochs=2, save_top_k=-1, save_on_train_epoch_end=True)
-    federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential", seed=4)
-    federate(whole, federation, 3, callbacks=[privacy, kept], enable_checkpointing=True)
+    kept = ModelCheckpoint(tmp_path, "half", every_n_epochs=2, save_top_k=-1, save_on_train_epoch_end=at_end)
+    federation, data = (
+        fb.FederatedBayes(fb.IIDPartition(3), engine="sequential", seed=4),
+        (loader(), loader(shuffle=False)),
+    )
+    federate(whole, federation, 3, *data, callbacks=[privacy, kept], enable_checkpointing=True)
     run(other, ExamplePrivacy(), rounds=3)
     assert not torch.equal(*(next(each.parameters()) for each in (whole, other)))
     second, resumed = bayesian(seed=1), ExamplePrivacy()
     federation = fb.FederatedBayes(fb.IIDPartition(3), engine="sequential", seed=4)
-    federate(second, federation, 3, callbacks=[resumed], ckpt_path=tmp_path / "half.ckpt")
+    federate(second, federation, 3, *data, callbacks=[resumed], ckpt_path=tmp_path / "half.ckpt")
     assert_equal(parameters(whole), parameters(second))
     assert resumed.epsilons == privacy.epsilons
 

@@ -18,6 +18,7 @@ from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, kl_
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import SMALL, gaussian_kl_sum
 from lightning_fedbayes.layers.posterior_view import read_posterior, set_prior
+from lightning_fedbayes.layers.priors import LocalPrior
 from tests.clients.vectorized.modules import Divergence
 
 CLIENTS = 3
@@ -224,3 +225,14 @@ def test_what_is_not_joined(joint_draws):
         parametrize.register_parametrization(layer, "rho_bias", nn.Tanh())
     Run(bound)(lambda: bound(torch.ones(4)) + kl_divergence(bound))
     assert joint_draws == []
+
+
+def test_the_prior_that_one_client_sees_is_its_own():
+    centre, (curvature, slope, means), tally = torch.randn(4), torch.randn(3, CLIENTS, 4), torch.rand(CLIENTS)
+    with vmap_level(CLIENTS) as level:
+        view = partial(to_client_view, level=level)
+        prior = gaussians.SeenPrior(LocalPrior(centre, curvature, slope, tally=tally), view)
+        found = to_stack(prior.kl(view(means), view(means)), level, CLIENTS)
+    own = zip(curvature, slope, tally, means)
+    expected = [LocalPrior(centre, a, c, tally=t).kl(mean, mean) for a, c, t, mean in own]
+    torch.testing.assert_close(found, torch.stack(expected))

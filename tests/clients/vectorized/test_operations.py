@@ -14,12 +14,10 @@ from tests.clients.vectorized.modules import Divergence
 CLIENTS = 4
 
 
-def operations_for(
-    level: int, module: nn.Module | None = None, tensors=None, views=None
-) -> operations.StackedOperations:
-    """The operations of a step of ``module``, whose stacked parameters are ``tensors``."""
-    gaussians = GaussianParameters(module or nn.Module())
-    return operations.StackedOperations(level, gaussians, JointDraws(gaussians, tensors or {}, views or {}))
+def operations_for(level: int) -> operations.StackedOperations:
+    """The operations of a step of a module without Gaussian parameters."""
+    gaussians = GaussianParameters(nn.Module())
+    return operations.StackedOperations(level, gaussians, JointDraws(gaussians, {}, {}))
 
 
 def both_ways(function, *stacks: Tensor):
