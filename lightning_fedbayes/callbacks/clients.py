@@ -95,8 +95,8 @@ class ClientReport(Reader):
             if named:
                 rank_zero_info(f"Clients whose model or data are unlike the others': {named}; see {table}.")
             if trainer.loggers:
-                log_table(trainer, table, *self.across.table(), trainer.current_epoch)
-                log_figure(trainer, table, self.across.plot(), trainer.current_epoch)
+                log_table(trainer.loggers, table, *self.across.table(), trainer.current_epoch)
+                log_figure(trainer.loggers, table, self.across.plot(), trainer.current_epoch)
 
     def _score(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Score and log. If that is impossible, say so once and go on."""
@@ -165,7 +165,7 @@ class ClientReport(Reader):
         by = evaluator_of(trainer).by
         for key, name in ((stage, f"{by('client')}clients"), (f"personal/{stage}", f"{by('own')}personal")):
             if key in self.scores and trainer.loggers:
-                log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
+                log_table(trainer.loggers, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
 def bring_reports(
