@@ -47,9 +47,9 @@ def logged(tmp_path, monkeypatch):
         wandb.experiment.finish()
         (path,) = (tmp_path / "wandb").glob(f"offline-run-*-{wandb.version}/run-*.wandb")
         recorded = read_run(path)
-        for row in recorded.history:  # clients go by numbers, or by the names of sites
-            for key in list(row):
-                row[re.sub(r"/(c|site-)(\d)$", lambda f: f"/{int(f[2]) - (f[1] != 'c')}", key)] = row.pop(key)
+        for each in (*recorded.history, recorded.defined):  # clients go by numbers, or by the names of sites
+            for key in list(each):
+                each[re.sub(r"/(c|site-)(\d)$", lambda f: f"/{int(f[2]) - (f[1] != 'c')}", key)] = each.pop(key)
         return recorded, read(tmp_path / train.__name__ / "version_0" / FILE)
 
     return log
