@@ -2,10 +2,13 @@
 
 import ast
 import doctest
+import glob
 import importlib.util
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.cli.main import COMMANDS, main
 from lightning_fedbayes.fusion import available_fusions, unregister_fusion
 from lightning_fedbayes.methods import available_methods, unregister_method
 
@@ -103,6 +107,44 @@ def test_the_first_hour_runs_and_logs_the_charts_that_it_names(tmp_path, monkeyp
                 name in (chart, chart.replace("/", "_")) or (last == "NAME" and str(name).startswith(f"{place}/"))
                 for name in own or seen
             ), f"{page}: {chart}"
+
+
+def commands(start):
+    """Every line of code in README, docs and benchmarks that begins with a command, with the lines it goes on in."""
+    texts = [(ROOT / page).read_text().replace("\\\n", " ") for page in (*PAGES, *BENCHMARKS)]
+    blocks = [block for text in texts for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)]
+    return [
+        line.partition(" #")[0].split() for block in blocks for line in block.splitlines() if line.startswith(start)
+    ]
+
+
+SMALL = {"--seeds": ["1", "--trainer.max_epochs=1", "--federation.fraction=0.2"], "--trainer.max_epochs": ["1"]}
+"""Option of a line of the docs → its value here, and further options."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_command_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    known = commands("fedbayes ")
+    assert {line[1] for line in known} == {*COMMANDS} - {"test", "predict"}
+    for line in sorted(known, key=lambda line: COMMANDS.index(line[1])):
+        if "wandb" in line[-1]:  # of the demo
+            shutil.copytree("outputs/fedbayes/version_0", "outputs/digits/wandb/offline-run-1-sites")
+        values = [SMALL.get(before, [word]) for before, word in itertools.pairwise(line)]
+        words = [each for value in values for word in value for each in (glob.glob(word) if "*" in word else [word])]
+        assert main(words) == 0, (line, capsys.readouterr().err)
+
+
+def test_every_program_of_the_docs_is_there_with_its_options():
+    for _, _, module, *words in commands("python -m "):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file(), module
+        source = "".join(each.read_text() for each in path.parent.glob("*.py"))
+        options = {word.strip("[]") for word in words if re.match(r"\[?--\w", word)}
+        assert not {each for each in options if each not in source}, module
 
 
 def test_links_and_pictures_exist():

@@ -118,7 +118,7 @@ class ClientReport(Reader):
         by = evaluator_of(trainer).by
         for key, name in ((stage, f"{by('client')}clients"), (f"personal/{stage}", f"{by('own')}personal")):
             if key in self.scores and trainer.loggers:
-                log_table(trainer, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
+                log_table(trainer.loggers, f"{stage}/{name}", *self.scores[key].table(), trainer.current_epoch)
 
 
 def bring_reports(trainer: L.Trainer, beside: L.Callback, personal: Any = None) -> UncertaintyReport:

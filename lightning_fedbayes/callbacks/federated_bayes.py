@@ -353,15 +353,14 @@ class FederatedBayes(TrainsClients):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round's figures."""
         if self.federation.stage == "fused":
-            log = self.federation.engine.log
-            log.end_round()
-            names: tuple[set[str], set[str]] = set(), set()
+            self.federation.engine.log.end_round()
+            step_names: set[str] = set()
             if trainer.loggers:  # the module's training figures need it; it takes as long as a small step
                 pl_module.log("round", float(trainer.current_epoch + 1), sync_dist=True)
-                names = log.names, self._loop.step_names
+                step_names = self._loop.step_names
             if self.settings.privacy is not None:
                 pl_module.log_dict(self.settings.privacy.figures(max(self._report.records.rounds)))
-            self._report.log_round(trainer, self.federation.server.history[-1], *names, self._uncertainty)
+            self._report.log_round(trainer, self.federation.server.history[-1], step_names, self._uncertainty)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the round, the x-axis of the test's figures."""

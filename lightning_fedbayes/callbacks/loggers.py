@@ -1,32 +1,48 @@
 """Figures, curves and tables for the loggers of a Trainer. Weights & Biases without an account."""
 
-import configparser
 import netrc
 import os
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
 from functools import cache, wraps
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-import lightning as L
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.figure import Figure
 
+from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero
 from lightning_fedbayes.core.run_file import append
 from lightning_fedbayes.core.tables import Row, markdown_table, write_csv
 
 DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 """Environment variables by which a user has said how to log."""
-ANONYMOUS = "The anonymous setting has no effect and will be removed in a future version."
-"""Warning of wandb 0.31 about an argument that Lightning's WandbLogger always passes."""
+BEST = {
+    "spread": None,
+    **dict.fromkeys(("accuracy", "acc", "index", "retained"), "max"),
+    **dict.fromkeys(("nll", "ece", "brier", "rmse", "mse", "mae", "crps", "loss"), "min"),
+}
+"""Word in the name of a validation's figure → its best value over the rounds. The first word that fits counts."""
+Loggers = Sequence[Logger]
+MOST_ENTRIES = 2**16
+"""Most parameters of a tensor in a histogram."""
 
 
-def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
+def best_of(name: str) -> str | None:
+    """Return "min" or "max" for a validation's figure whose best round W&B is to know, otherwise None.
+
+    >>> best_of("val/clients/nll_worst"), best_of("val/worst_client_accuracy"), best_of("train/nll")
+    ('min', 'max', None)
+    """
+    stage, *words = re.split(r"[/_]", name)
+    return next((best for word, best in BEST.items() if word in words), None) if stage == "val" else None
+
+
+def log_figure(loggers: Loggers, name: str, figure: Figure, round: int) -> None:
     """Log a figure after ``round`` rounds (epochs): an image in W&B and TensorBoard, a PNG file for a CSVLogger."""
-    for logger in trainer.loggers:
+    for logger in loggers:
         if isinstance(logger, WandbLogger):
             import wandb
 
@@ -37,10 +53,10 @@ def log_figure(trainer: L.Trainer, name: str, figure: Figure, round: int) -> Non
             figure.savefig(_file(logger, name, "png"))
 
 
-def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Sequence[Row], round: int) -> None:
+def log_table(loggers: Loggers, name: str, columns: Sequence[str], rows: Sequence[Row], round: int) -> None:
     """Log a table: in W&B, as Markdown in TensorBoard, as a CSV file for a CSVLogger, and in the file of the run."""
-    note(trainer, {"round": round, "table": name, "columns": columns, "rows": rows})
-    for logger in trainer.loggers:
+    note(loggers, {"round": round, "table": name, "columns": columns, "rows": rows})
+    for logger in loggers:
         if isinstance(logger, WandbLogger):
             import wandb
 
@@ -52,30 +68,53 @@ def log_table(trainer: L.Trainer, name: str, columns: Sequence[str], rows: Seque
 
 
 def log_curves(
-    trainer: L.Trainer, name: str, columns: Sequence[str], rows: Sequence[Sequence[float]], round: int, title: str
+    loggers: Loggers, name: str, columns: Sequence[str], rows: Sequence[Sequence[float]], round: int, title: str
 ) -> None:
     """Log curves, first column x: a chart of lines in W&B, which keeps every round's, and in the file of the run."""
-    note(trainer, {"round": round, "curve": name, "columns": columns, "rows": rows})
-    for logger in trainer.loggers:
+    note(loggers, {"round": round, "curve": name, "columns": columns, "rows": rows})
+    for logger in loggers:
         if isinstance(logger, WandbLogger):
             from wandb import plot
 
             x, *curves = map(list, zip(*rows))
-            _log_media(logger, name, plot.line_series(x, curves, columns[1:], title, columns[0]), round)
+            chart = plot.line_series(x, curves, columns[1:], title, columns[0])
+            _log_media(logger, name, chart, round, key=f"{name}_table")
 
 
-def _log_media(logger: WandbLogger, name: str, value: Any, round: int) -> None:
-    """Log a picture, table or chart to W&B over the rounds. The data of a chart become another table there."""
-    for each in (name, f"{name}_table"):
-        logger.experiment.define_metric(each, step_metric="round")
+def log_histograms(loggers: Loggers, posterior: GaussianPosterior, round: int) -> None:
+    r"""Log histograms of σ and :math:`10 \log_{10}(|\mu| / \sigma)` of each Gaussian tensor, in W&B and TensorBoard.
+
+    Of more than :data:`MOST_ENTRIES` parameters every n-th counts.
+    """
+    for logger in (each for each in loggers if isinstance(each, WandbLogger | TensorBoardLogger)):
+        for name, variance in posterior.variance.items():
+            if is_zero(variance):
+                continue
+            step = 1 + variance.numel() // MOST_ENTRIES
+            mean, sigma = (each.detach().flatten()[::step].cpu().double() for each in (posterior.mean[name], variance))
+            sigma = sigma.sqrt()
+            for kind, values in (("sigma", sigma), ("signal_to_noise", 10 * (mean.abs() / sigma).log10())):
+                key, values = f"federation/{kind}/{name}", values[values.isfinite()].numpy()
+                if not len(values):
+                    continue
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_histogram(key, values, global_step=round)
+                else:
+                    import wandb
+
+                    _log_media(logger, key, wandb.Histogram(values.tolist()), round)
+
+
+def _log_media(logger: WandbLogger, name: str, value: Any, round: int, key: str = "") -> None:
+    """Log a picture, table or chart to W&B over the rounds. A chart becomes a table under another ``key``."""
+    logger.experiment.define_metric(key or name, step_metric="round")
     logger.log_metrics({name: value, "round": round})
 
 
-def note(trainer: L.Trainer, entry: Mapping[str, Any]) -> None:
+@rank_zero_only
+def note(loggers: Loggers, entry: Mapping[str, Any]) -> None:
     """Append a line to the file of the run, which ``fedbayes report`` reads, in the folder of every logger."""
-    if not trainer.is_global_zero:
-        return
-    for logger in trainer.loggers:
+    for logger in loggers:
         if isinstance(logger, WandbLogger):
             place = None if logger.experiment.disabled else logger.experiment.dir
         else:
@@ -92,7 +131,7 @@ def _file(logger: CSVLogger, name: str, suffix: str) -> Path:
 
 @cache
 def prepare_wandb() -> None:
-    """Let ``wandb.init`` log offline without an account, and silence a warning that users can do nothing about.
+    """Let ``wandb.init`` log offline without an account.
 
     By itself it asks on a terminal and fails elsewhere. It is decided when a run starts: an account, a mode or a
     variable that the user gives until then counts. The Trainer starts its loggers before its hooks, so call it earlier.
@@ -104,26 +143,13 @@ def prepare_wandb() -> None:
     @wraps(start)
     def init(*args: Any, **given: Any) -> Any:
         is_decided = args or {"mode", "settings"} & given.keys() or any(name in os.environ for name in DECIDED)
-        if not is_decided and not has_account(server()):
+        if not is_decided and not has_account(urlparse(wandb.setup().settings.base_url).hostname or ""):
             given["mode"] = "offline"  # wandb itself says so when a run starts
+        if given.get("anonymous") is None:  # Lightning always passes it, and wandb 0.31 warns of it
+            given.pop("anonymous", None)
         return start(*args, **given)
 
     wandb.init = init
-    with redirect_stderr(StringIO()):  # what wandb has said once it does not repeat
-        wandb.termwarn(ANONYMOUS, repeat=False)
-
-
-def server() -> str:
-    """Host name of the W&B server that the user has configured, or of the public one."""
-    import wandb
-
-    url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
-    config = configparser.ConfigParser()
-    config.read(folder / "settings")
-    if "WANDB_BASE_URL" not in os.environ:
-        url = config.get("default", "base_url", fallback=url)
-    return urlparse(url).hostname or url
 
 
 def has_account(host: str) -> bool:

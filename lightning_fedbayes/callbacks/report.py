@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -12,8 +12,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_fedbayes.callbacks.loggers import log_figure, log_table, note
+from lightning_fedbayes.callbacks.clients import ClientReport
+from lightning_fedbayes.callbacks.evaluator import callback_of, evaluator_of
+from lightning_fedbayes.callbacks.loggers import Loggers, best_of, log_figure, log_histograms, log_table, note
 from lightning_fedbayes.callbacks.uncertainty import UncertaintyReport
+from lightning_fedbayes.clients.evaluation import ClientScores
 from lightning_fedbayes.clients.states import Client
 from lightning_fedbayes.core import plots
 from lightning_fedbayes.core.errors import listed, told_failures
@@ -25,6 +28,7 @@ from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
 
+Figures = Mapping[str, float]
 DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 
 
@@ -88,6 +92,114 @@ MOST_CURVES = 20
 QUANTILES = (0.1, 0.5, 0.9)
 ZERO = ("failed_clients", "failed_rounds", "excluded_clients")
 """Figures with curves that begin in the first round in which they are not 0."""
+STUCK = 5
+"""Rounds in a row in which a client fails, or counts only in part, that are worth an alert."""
+COLLAPSED = 1e-4
+"""Part of the first round's mean variance below which a posterior has collapsed."""
+EVERY = 10
+"""Rounds between two histograms of the posterior. The first round has some, too."""
+FAILS, CLIPPED, COLLAPSE = "Clients fail", "Updates stand out", "The posterior collapses"
+"""Titles of alerts."""
+
+
+class RoundLog:
+    """Logs rounds under the names of a federation. Finds what goes wrong round after round, and tells it once.
+
+    Attributes:
+        told: figures that have a chart already.
+    """
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+        self._axes: set[str] = set()
+        self._streaks: dict[tuple[str, int], int] = {}
+        self._first: float | None = None
+        self._alerts: list[tuple[str, str]] = []
+        self._posterior: GaussianPosterior | None = None
+
+    def begin(self, loggers: Loggers, settings: dict[str, Any], round: int) -> None:
+        """Log the settings of a federation that goes on after ``round`` rounds."""
+        self._axes = set()
+        for logger in loggers:
+            logger.log_hyperparams({"federation": settings})
+            if isinstance(logger, TensorBoardLogger):  # which shows the hyperparameters of its first call only
+                text = markdown_table(("setting", "value"), [(key, str(value)) for key, value in settings.items()])
+                logger.experiment.add_text("federation/settings", text)
+        note(loggers, {"round": round, "settings": settings})  # last: a CSVLogger begins in an empty folder
+
+    def see(self, result: RoundResult, names: Sequence[str] | Mapping[int, str]) -> None:
+        """Look at a round. ``names`` are of the clients."""
+        self._posterior = result.posterior
+        outlying = set() if result.aggregate is None else {*result.aggregate.outlying}
+        found: dict[str, list[str]] = {FAILS: [], CLIPPED: []}
+        for outcome in result.outcomes:
+            for what, is_so in ((FAILS, outcome.error is not None), (CLIPPED, outcome.client in outlying)):
+                streak = self._streaks.pop((what, outcome.client), 0) + 1
+                if is_so:
+                    self._streaks[what, outcome.client] = streak
+                if is_so and streak == STUCK:
+                    found[what].append(names[outcome.client])
+        variance = result.figures.get("posterior_variance", math.nan)
+        self._first = variance if self._first is None else self._first
+        if variance < COLLAPSED * self._first:
+            self._first, found[COLLAPSE] = 0.0, ["the mean variance is below 1/10,000 of the first round's"]
+        for what, who in found.items():
+            if who:
+                text = listed(who) if what == COLLAPSE else f"{listed(who)} in each of their last {STUCK} rounds"
+                self._alerts.append((what, text))
+                rank_zero_info(f"Round {result.round + 1}: {what}: {text}")
+
+    def log(self, loggers: Loggers, figures: Figures, more: Figures, names: Iterable[str], step: int) -> None:
+        """Log the ``figures`` of a round, and ``more`` of clients. In W&B ``names`` are drawn over the rounds, too."""
+        round = int(figures["round"])
+        named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
+        shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}
+        self.draw(loggers, {*names, *shown, *more})
+        for logger in loggers:
+            row = {**(named if isinstance(logger, CSVLogger) else shown), **more}
+            logger.log_metrics({**row, "round": figures["round"], "epoch": round - 1}, step=step)
+            for title, text in self._alerts if isinstance(logger, WandbLogger) else ():
+                logger.experiment.alert(title, text, level="WARN")
+        if self._posterior is not None and (round == 1 or round % EVERY == 0):
+            log_histograms(loggers, self._posterior, round)
+        self._alerts, self._posterior = [], None
+
+    def draw(self, loggers: Loggers, names: Iterable[str]) -> None:
+        """Let W&B draw figures over the rounds, and keep the best value of each beside the last one.
+
+        By exact names: a pattern competes with Lightning's "*".
+        """
+        new = {*names} - self._axes - {"round", "epoch"}
+        self._axes |= new
+        for logger in (each for each in loggers if isinstance(each, WandbLogger)):
+            for name in sorted(new):
+                summary = f"{best},last" if (best := best_of(name)) else None
+                logger.experiment.define_metric(name, step_metric="round", summary=summary)
+
+    def _worth_a_chart(self, figures: Figures) -> list[str]:
+        """Return the names except of counts still 0 and of traffic down that equals traffic up. Once told, always."""
+        constant = {name for name in ZERO if figures[name] == 0}
+        if figures["megabytes_down"] == figures["megabytes_up"]:
+            constant.add("megabytes_down")
+        self.told |= set(figures) - constant - {"round"}
+        return [name for name in figures if name in self.told]
+
+
+def curves_of(values: Mapping[str, Mapping[str, float]], clients: int) -> dict[str, float]:
+    """Return figures by client for a logger, figure/NAME → value. Of more than 20 clients quantiles.
+
+    >>> curves_of({"client_nll": {"north": 0.5, "south": math.nan}}, clients=2)
+    {'client_nll/north': 0.5}
+    """
+    curves: dict[str, float] = {}
+    for name, of_clients in values.items():
+        known = {client: value for client, value in of_clients.items() if math.isfinite(value)}
+        if clients <= MOST_CURVES:
+            curves |= {f"{name}/{client}": value for client, value in known.items()}
+        elif known:
+            levels = torch.tensor(list(known.values())).quantile(torch.tensor(QUANTILES))
+            curves |= {f"{name}/quantile_{100 * level:.0f}": float(value) for level, value in zip(QUANTILES, levels)}
+    return curves
 
 
 class FederationReport:
@@ -99,12 +211,12 @@ class FederationReport:
         self._clients = Clients((), ())
         self._outlying: set[int] = set()
         self._diverged: list[int] = []
-        self._with_axis: set[str] = set()
-        self._told: set[str] = set()
         self._unheld: list[str] = []
         self._failures: dict[str, Exception] = {}
         self._losses: dict[int, float] = {}
         self._drawn: Tensor | None = None
+        self._scored: ClientScores | None = None
+        self._log = RoundLog()
         self._noted: dict[str, Tensor] = {}
 
     def start(
@@ -116,24 +228,18 @@ class FederationReport:
         statistics: tuple[list[str], list[Any]] | None = None,
     ) -> None:
         """Log settings, the network's name and parameters, clients × classes as a heat map, and ``statistics``."""
-        self._with_axis = set()
         found = gaussian_parameters(trainer.lightning_module)
         is_ours = all(isinstance(each.layer, BayesianLayer) for each in found.values())  # no note is taken of others
         self._unheld = [name for name, each in found.items() if each.rho.requires_grad] if is_ours else []
         KLWatch.seen = False
         self.set_clients(clients)
         settings = {**settings, "network": described_network(trainer.lightning_module, posterior)}
-        note(trainer, {"round": trainer.current_epoch, "settings": settings})
-        for logger in trainer.loggers:
-            logger.log_hyperparams({"federation": settings})
-            if isinstance(logger, TensorBoardLogger):  # which shows the hyperparameters of its first call only
-                text = markdown_table(("setting", "value"), [(key, str(value)) for key, value in settings.items()])
-                logger.experiment.add_text("federation/settings", text)
+        self._log.begin(trainer.loggers, settings, trainer.current_epoch)
         if trainer.loggers and clients.counts is not None and trainer.current_epoch == 0:
-            heat_map = plots.client_heatmap(clients.counts, clients.classes)
-            log_figure(trainer, "federation/clients_by_class", heat_map, round=0)
+            heat_map = plots.client_heatmap(clients.counts, clients.classes, clients.names)
+            log_figure(trainer.loggers, "federation/clients_by_class", heat_map, round=0)
         if statistics is not None:
-            log_table(trainer, "federation/statistics", *statistics, round=0)
+            log_table(trainer.loggers, "federation/statistics", *statistics, round=0)
 
     def set_clients(self, clients: Clients) -> None:
         """Take the clients' names and sizes from ``clients``."""
@@ -197,9 +303,10 @@ class FederationReport:
         if result.refusal is not None:
             kept = "the old posterior stays, because the clients cannot be fused"
             rank_zero_info(f"Round {result.round + 1}: {kept}: {result.refusal}")
-        for client, weight in result.weights.items():
-            self.records.weight[client] = weight
+        self._log.see(result, self._clients.names)
         found = result.aggregate
+        for client, weight in () if found is None else found.weights.items():
+            self.records.weight[client] = weight
         new = set() if found is None else {*found.outlying} - {*found.refused} - self._outlying
         self._outlying |= new
         if new:
@@ -211,42 +318,30 @@ class FederationReport:
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})
 
     def log_round(
-        self,
-        trainer: L.Trainer,
-        figures: dict[str, float],
-        training_names: set[str],
-        step_names: set[str],
-        scored: UncertaintyReport,
+        self, trainer: L.Trainer, figures: dict[str, float], step_names: set[str], scored: UncertaintyReport
     ) -> None:
         """Log a round's figures as ``federation/...``, which other callbacks can monitor, and the clients' curves.
 
         They go to the loggers directly: ``self.log`` costs 0.3 ms each, as much as a step of a small network. The
-        x-axis is "round", from 1, also of what the module logs per epoch: ``training_names`` without ``step_names``.
+        x-axis is "round", from 1, also of what the module logs, but for ``step_names``, figures of single steps.
         """
         named = {f"federation/{name}": value for name, value in figures.items() if name != "round"}
         logged = {**named, "round": figures["round"]}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in logged.items()})
         if not trainer.loggers:
             return
-        shown = {f"federation/{name}": figures[name] for name in self._worth_a_chart(figures)}
-        curves = self._client_curves(scored)
-        place = {"round": figures["round"], "epoch": trainer.current_epoch}
+        curves = self._client_curves(trainer, scored)
         self._note_figures(trainer, int(figures["round"]), {**named, **curves})
-        names = (training_names | set(trainer.callback_metrics) | set(curves)) - step_names - {"round"}
-        for logger in trainer.loggers:
-            row = {**(named if isinstance(logger, CSVLogger) else shown), **curves, **place}
-            logger.log_metrics(row, step=trainer.global_step - 1)  # the step of Lightning's own epoch-wise figures
-            if isinstance(logger, WandbLogger):
-                self._draw_over_rounds(logger, names)
+        names = {*trainer.logged_metrics} - step_names
+        step = trainer.global_step - 1  # of Lightning's own epoch-wise figures
+        self._log.log(trainer.loggers, figures, curves, names, step)
 
     def log_test(self, trainer: L.Trainer) -> None:
         """Draw the figures of a test over the rounds. The round is logged with them."""
         if not trainer.loggers:
             return
         self._note_figures(trainer, int(trainer.callback_metrics["round"]), {})
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                self._draw_over_rounds(logger, set(trainer.callback_metrics) - {"round"})
+        self._log.draw(trainer.loggers, trainer.logged_metrics)
 
     def _note_figures(self, trainer: L.Trainer, round: int, more: Mapping[str, float]) -> None:
         """Write what has been logged since the last time, and ``more``, into the file of the run."""
@@ -254,40 +349,22 @@ class FederationReport:
         new = {name: float(value) for name, value in known.items() if value is not self._noted.get(name)}
         self._noted = known
         new.pop("round", None)
-        note(trainer, {"round": round, "figures": {**new, **more}})
+        note(trainer.loggers, {"round": round, "figures": {**new, **more}})
 
-    def _worth_a_chart(self, figures: dict[str, float]) -> list[str]:
-        """Return the names except of counts still 0 and of traffic down that equals traffic up. Once told, always."""
-        constant = {name for name in ZERO if figures[name] == 0}
-        if figures["megabytes_down"] == figures["megabytes_up"]:
-            constant.add("megabytes_down")
-        self._told |= set(figures) - constant - {"round"}
-        return [name for name in figures if name in self._told]
-
-    def _client_curves(self, scored: UncertaintyReport) -> dict[str, float]:
-        """Return the round's accuracy and training loss of each client, or quantiles of them if there are many."""
-        values: dict[str, dict[int, float]] = {"client_train_loss": self._losses}
-        accuracy = scored.client_accuracy
-        if accuracy is not None and accuracy is not self._drawn:  # there has been a validation in this round
-            values[f"{scored.by}client_accuracy"] = dict(enumerate(accuracy.tolist()))
-        self._drawn, self._losses = accuracy, {}
-        curves: dict[str, float] = {}
-        for name, of_clients in values.items():
-            known = {client: value for client, value in of_clients.items() if math.isfinite(value)}
-            if len(self.records) <= MOST_CURVES:
-                curves |= {f"{name}/{self._clients.names[client]}": value for client, value in known.items()}
-            elif known:
-                levels = torch.tensor(list(known.values())).quantile(torch.tensor(QUANTILES))
-                curves |= {
-                    f"{name}/quantile_{100 * level:.0f}": float(value) for level, value in zip(QUANTILES, levels)
-                }
-        return curves
-
-    def _draw_over_rounds(self, logger: WandbLogger, names: set[str]) -> None:
-        """Make the round the x-axis of figures in W&B, by exact names: a pattern competes with Lightning's "*"."""
-        for name in sorted(names - self._with_axis):
-            logger.experiment.define_metric(name, step_metric="round")
-        self._with_axis |= names
+    def _client_curves(self, trainer: L.Trainer, scored: UncertaintyReport) -> dict[str, float]:
+        """Return the round's training loss of each client, and what a validation in this round says of each."""
+        names, accuracy = self._clients.names, scored.client_accuracy
+        values = {"client_train_loss": {names[client]: loss for client, loss in self._losses.items()}}
+        if accuracy is not None and accuracy is not self._drawn:
+            values[f"{scored.by}client_accuracy"] = dict(zip(names, accuracy.tolist()))
+        report = callback_of(trainer, ClientReport)
+        scores = None if report is None else report.scores.get("val")
+        if scores is not None and scores is not self._scored:
+            begin = f"{evaluator_of(trainer).by('client')}client_"
+            others = {figure: each for figure, each in scores.values.items() if figure != "accuracy"}
+            values |= {f"{begin}{figure}": dict(zip(scores.names, each.tolist())) for figure, each in others.items()}
+        self._drawn, self._scored, self._losses = accuracy, scores, {}
+        return curves_of(values, len(self.records))
 
     def finish(self, trainer: L.Trainer, scored: UncertaintyReport, history: Sequence[Mapping[str, float]]) -> None:
         """Log the tables of clients, reliabilities (with a picture) and chosen rules. Tell how far sites have come."""
@@ -303,7 +380,7 @@ class FederationReport:
         rows = [list(row) for row in zip(*columns_of, strict=True)]
         shown = worst_rows(rows, lambda row: (row[3], badness_of(-float(row[6])), badness_of(float(row[5]))))
         columns = [f"{scored.by}{name}" if name == "accuracy" else name for name in CLIENT_COLUMNS]
-        log_table(trainer, "federation/clients", columns, shown, round=trainer.current_epoch)
+        log_table(trainer.loggers, "federation/clients", columns, shown, round=trainer.current_epoch)
         self._log_reliabilities(trainer)
         log_choices(trainer, history)
 
@@ -320,23 +397,25 @@ class FederationReport:
         if len(names) > MOST_ROWS:
             rows = worst_rows(rows, lambda row: (bool(row[3]), badness_of(-float(row[2]))))
         columns = ("round", "client", "reliability", "left_out")
-        log_table(trainer, "federation/reliability_by_round", columns, rows, round=trainer.current_epoch)
+        log_table(trainer.loggers, "federation/reliability_by_round", columns, rows, round=trainer.current_epoch)
         table = torch.full((len(names), self.reliabilities[-1]["round"]), torch.nan)
         for each in self.reliabilities:
             for client, share in each["shares"].items():
                 table[client, each["round"] - 1] = share
-        log_figure(trainer, "federation/reliability", plots.client_reliability(table, names), trainer.current_epoch)
+        log_figure(
+            trainer.loggers, "federation/reliability", plots.client_reliability(table, names), trainer.current_epoch
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the records and reliabilities, for a checkpoint."""
-        reliabilities, told = list(self.reliabilities), sorted(self._told)
+        reliabilities, told = list(self.reliabilities), sorted(self._log.told)
         return {"records": self.records.state_dict(), "reliabilities": reliabilities, "told": told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
         self.records.load_state_dict(state["records"])
         self.reliabilities = list(state["reliabilities"])
-        self._told = set(state["told"])
+        self._log.told = set(state["told"])
 
 
 def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[str, Any]:
@@ -376,7 +455,9 @@ def log_choices(trainer: L.Trainer, history: Sequence[Mapping[str, float]]) -> N
     for round, losses in scored:
         chosen = min(filter(lambda name: math.isfinite(losses[name]), losses), key=losses.__getitem__)
         rows.append([round, chosen, *(losses.get(name, math.nan) for name in names)])
-    log_table(trainer, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch)
+    log_table(
+        trainer.loggers, "federation/chosen_rules", ["round", "chosen", *names], rows, round=trainer.current_epoch
+    )
 
 
 def candidate_losses(figures: Mapping[str, float]) -> dict[str, float]:

@@ -190,7 +190,7 @@ class UncertaintyReport(Reader):
             "share of examples": bins.counts / bins.counts.sum(),
         }
         rows = torch.stack([each[full] for each in columns.values()], 1).tolist()
-        log_curves(trainer, f"{self._begin}calibration_curve", tuple(columns), rows, round, "Calibration")
+        log_curves(trainer.loggers, f"{self._begin}calibration_curve", tuple(columns), rows, round, "Calibration")
         shares = torch.arange(1, POINTS + 1) / POINTS
         curves = []
         for curve in retained.values():  # of one point each, where all examples are equally uncertain
@@ -198,7 +198,9 @@ class UncertaintyReport(Reader):
             curves.append(accuracy[torch.searchsorted(fraction, shares).clamp_max(len(fraction) - 1)])
         rows = torch.stack([shares, *curves], 1).tolist()
         title = "Accuracy when the most uncertain are discarded"
-        log_curves(trainer, f"{self._begin}retained_curve", ("examples retained", *retained), rows, round, title)
+        log_curves(
+            trainer.loggers, f"{self._begin}retained_curve", ("examples retained", *retained), rows, round, title
+        )
 
     def _measured_accuracy(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Tensor | None:
         """Return every client's accuracy on its data, NaN without any, shape (clients,). None if they are unknown."""
@@ -234,6 +236,6 @@ class UncertaintyReport(Reader):
         if not self._seen or not trainer.loggers:
             return
         round = trainer.current_epoch
-        log_figure(trainer, f"{self._begin}calibration", self._calibration.plot()[0], round)
+        log_figure(trainer.loggers, f"{self._begin}calibration", self._calibration.plot()[0], round)
         curves = {name: metric.compute()[:2] for name, metric in self._retained.items()}
-        log_figure(trainer, f"{self._begin}accuracy_retained", plots.accuracy_retained(curves), round)
+        log_figure(trainer.loggers, f"{self._begin}accuracy_retained", plots.accuracy_retained(curves), round)

@@ -1,4 +1,4 @@
-"""``fedbayes compare``: train one configuration with several fusion rules.
+"""``fedbayes compare``: train one configuration with several methods or fusion rules.
 
 Slow imports stand where they are needed: help and mistakes in the options do without.
 """
@@ -14,14 +14,15 @@ from tqdm import tqdm
 
 from lightning_fedbayes.cli import results
 from lightning_fedbayes.cli.messages import Options, check_file
-from lightning_fedbayes.cli.results import METRICS, Run, draw, read_curves
-from lightning_fedbayes.core.errors import FedBayesError, nearest
+from lightning_fedbayes.cli.results import METRICS, Run, read_curves
+from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.quiet import quietly
 
 DESCRIPTION = """\
-Run CONFIG once per fusion rule and seed. Prints a Markdown table of the last round, and saves it (table.md), all
-metrics of all rounds (results.json), a picture, and the CSV files of every run. Runs that are there already are not
-repeated. Any other option with a dot in its name, such as --trainer.max_epochs 5, changes the configuration.
+Run CONFIG once per method or fusion rule, and seed. Prints a Markdown table of the last round, and saves it
+(table.md), all metrics of all rounds (results.json, learning_curves.png), and the CSV files of every run. Runs that are
+there already are not repeated. Any other option with a dot in its name, such as --trainer.max_epochs 5, changes the
+configuration.
 """
 
 
@@ -29,9 +30,8 @@ def compare(arguments: list[str]) -> int:
     """Run what is missing, then write table, metrics and picture. Return 1 if a run failed, otherwise 0."""
     options = Options("compare", DESCRIPTION)
     options.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, as for 'fedbayes fit --config'")
-    options.add_argument("--fusion", metavar="A,B,C", required=True, help="fusion rules, by name or alias, or 'auto'")
+    options.add_argument("--fusion", metavar="A,B,C", required=True, help="methods and rules by name, or 'auto'")
     options.add_argument("--seeds", metavar="N", type=int, default=1, help="seeds per rule, from seed_everything on")
-    options.add_argument("--metric", metavar="NAME", help="metric of the picture (default: val/nll, if there is one)")
     options.add_argument("--output", metavar="FOLDER", type=Path, help="default: outputs/compare/NAME OF CONFIG")
     options.add_argument("--wandb", metavar="PROJECT", help="a W&B run each, too, in a group")
     values, changes = options.parse_known_args(arguments)
@@ -44,14 +44,14 @@ def compare(arguments: list[str]) -> int:
     names = [name.strip() for name in values.fusion.split(",") if name.strip()]
     if not names:
         raise FedBayesError("--fusion names no fusion rule: give some, separated by commas, such as fedavg,rklb")
-    from lightning_fedbayes.fusion import get_rule, rule_name
-
-    fusions = list(dict.fromkeys(name if name == "auto" else rule_name(get_rule(name)) for name in names))
     settings = ["--config", str(values.config), *changes]
     folder = values.output or Path("outputs", "compare", values.config.stem)
 
     with quietly():
-        seed, configuration = _described(settings)
+        seed, configuration = _described(settings)  # imports the file's modules, which may register methods and rules
+    from lightning_fedbayes.methods import get_method
+
+    fusions = list(dict.fromkeys(name if name == "auto" else get_method(name).name for name in names))
     earlier, runs = results.load(folder) if (folder / results.FILE).is_file() else (configuration, [])
     if earlier != configuration:
         raise FedBayesError(f"{folder} has a comparison of another configuration: give another --output, or remove it")
@@ -69,7 +69,7 @@ def compare(arguments: list[str]) -> int:
             else:
                 results.save(folder, configuration, runs)
     if runs:
-        _report(folder, runs, values.metric)
+        _report(folder, runs)
     print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
     return 1 if failures else 0
 
@@ -115,15 +115,10 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
     return Run(fusion, seed, read_curves(home / METRICS))
 
 
-def _report(folder: Path, runs: list[Run], metric: str | None) -> None:
+def _report(folder: Path, runs: list[Run]) -> None:
     from lightning_fedbayes.core.tables import markdown_table
 
     text = markdown_table(*results.table(runs))
     (folder / "table.md").write_text(f"{text}\n")
     print(f"{text}\n\nResults: {folder}")
-    metrics = results.metrics_of(runs)
-    if metric is not None and metric not in metrics:
-        raise FedBayesError(f"--metric {metric}: no run has it; {nearest(metric, metrics)}")
-    if metrics:
-        shown = metric or ("val/nll" if "val/nll" in metrics else metrics[0])
-        print(f"Picture: {draw(folder, shown, results.mean_curves(runs, shown))}")
+    results.draw(folder, runs)

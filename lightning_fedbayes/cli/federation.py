@@ -20,7 +20,7 @@ from lightning_fedbayes.data import partition  # noqa: F401
 from lightning_fedbayes.data.clients import clients_of
 
 LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "outputs", "name": "fedbayes"}}
-"""Default logger. ``fedbayes plot`` reads its files."""
+"""Default logger. ``fedbayes report`` reads its files."""
 PREDICTIONS = "predictions.pt"
 NO_SCORES = ("train/", "federation/")
 """Beginnings of the names of figures that are not shown after a fit."""
@@ -152,7 +152,7 @@ class FederationCLI(LightningCLI):
             print("\n".join([f"Scores after round {self.trainer.current_epoch}:", *lines]))
         folder = getattr(self.trainer.logger, "log_dir", None)
         if folder is not None:
-            print(f"Results: {folder} (fedbayes plot {folder} draws the learning curves)")
+            print(f"Results: {folder} (fedbayes report {folder} makes a page of them)")
 
 
 class DescribedFederation(FederationCLI):

@@ -23,10 +23,10 @@ one federation, from a YAML file:
 
 fusion rules:
   rules     list them
-  compare   run one YAML file under several rules: a table and a picture
+  compare   run one YAML file under several methods and rules: a table and a picture
+  sweep     print a W&B sweep file: one YAML file under several values of its keys
 
 results:
-  plot      draw the learning curves of a run or a comparison
   report    write one page about a run: curves, calibration, clients, traffic
 
 this computer:
@@ -36,7 +36,7 @@ Example: fedbayes fit --config examples/configs/digits.yaml --federation.fusion 
 """
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "rules", "compare", "plot", "report", "doctor")
+COMMANDS = (*STAGES, "rules", "compare", "sweep", "report", "doctor")
 EXTRA = ("jsonargparse", "docstring_parser")
 """Modules that LightningCLI needs, from ``pip install lightning-fedbayes[cli]``."""
 
@@ -73,12 +73,13 @@ def _run(arguments: list[str]) -> int:
 
         print(listing())
         return 0
-    reads_yaml = command not in ("plot", "report", "doctor")
+    reads_yaml = command not in ("report", "doctor")
     if reads_yaml and any(importlib.util.find_spec(module) is None for module in EXTRA):
         raise FedBayesError(f"'fedbayes {command}' reads YAML with jsonargparse: pip install lightning-fedbayes[cli]")
+    if reads_yaml and not sys.flags.safe_path:  # classes of the present folder, as `python -m` finds them
+        sys.path.insert(0, os.getcwd())
     if command not in STAGES:
-        home = importlib.import_module(f"lightning_fedbayes.cli.{'results' if command == 'plot' else command}")
-        return getattr(home, command)(rest)
+        return getattr(importlib.import_module(f"lightning_fedbayes.cli.{command}"), command)(rest)
     for argument, following in zip(rest, [*rest[1:], ""]):  # before seconds of imports
         name, _, value = argument.partition("=")
         file = value or following

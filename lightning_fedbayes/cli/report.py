@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 PAGE = "report.html"
 GROUPS = {
     "retained_area_": "area under accuracy of the most certain",
-    "kwon_": "Kwon's traces",
+    "kwon_": "uncertainty in two parts",
     "_spread": "spread over clients",
     "accuracy": "accuracy",
     "nll": "NLL",
@@ -39,7 +39,30 @@ GROUPS = {
 LAST = 3
 """The first so many of them are no scores, and stand last."""
 STAGES = ("val/", f"val/{BY_DRAWS}", "test/", f"test/{BY_DRAWS}")
-TILES = ("nll", "accuracy", "ece", "rmse", "crps", "coverage", "worst_client_accuracy", "clients/accuracy_worst")
+TILES = ("accuracy", "nll", "ece", "rmse", "crps", "coverage")
+NOTES = {
+    "area under": "Drop the most uncertain predictions first, and average the accuracy of the rest: higher is better.",
+    "two parts": "Kwon's measures: aleatoric is noise in the data, epistemic is what more data would remove.",
+    "spread": "Standard deviation over the clients: 0 if all are served alike.",
+    "by confidence": "On the diagonal predictions are right as often as they say, below it they are too sure.",
+    "most certain": "A useful uncertainty keeps the accuracy high at the left, where few predictions are left.",
+    "of each client": "Lines far below the others are clients that the global model does not fit.",
+    "its training loss": "A line that rises is a client whose training diverges.",
+    "train loss": "Mean over the clients of a round, while they train.",
+    "disagreement": "How far the clients' means lie apart. It falls as they agree.",
+    "posterior variance": "Mean over the parameters. If it falls without end, data are counted again and again.",
+    "effective clients": "As many equal clients would count as much: far fewer than clients mean that few decide.",
+    "accuracy": "Share of right predictions, by the global model: higher is better.",
+    "NLL": "Surprise at the true answers, in nats per example: lower is better. It punishes false certainty most.",
+    "ECE": "Mean gap between confidence and accuracy: 0 is perfect calibration.",
+    "Brier": "Squared error of the probabilities: lower is better.",
+    "RMSE": "Error in the units of the target: lower is better.",
+    "CRPS": "Error of the whole predicted distribution, in the units of the target: lower is better.",
+    "coverage": "Share of the targets in the central 90 % interval: 0.9 is right.",
+    "seconds": "Time of the round.",
+    "megabytes": "What server and clients send each other.",
+}
+"""Part of a chart's title → how to read it. The first that fits."""
 ROUND_FIGURES = ("train_loss", "disagreement", "posterior_variance", "effective_clients", "seconds")
 CLIENT_COLUMNS = ("client", "examples", "accuracy", "train_loss", "failures")
 
@@ -96,7 +119,11 @@ def page(run: RunRecord, name: str) -> str:
     known = {each: of_rounds[max(of_rounds)] for each, of_rounds in figures.items()}
     settings = [(key.replace("_", " "), value) for key, value in run.settings.items() if key != "network"]
     scores = [stage + each for stage in STAGES for each in TILES if stage + each in known]
-    tiles = "".join(f"<div>{escape(spoken(each))}<b>{known[each]:.4g}</b></div>" for each in scores)
+    shown = [(spoken(each), known[each]) for each in scores]
+    heads, clients = _rows(run.tables.get("federation/clients"))
+    if clients and not math.isnan(clients[0][2]):
+        shown.append((f"{heads[2]} of the worst client, {clients[0][0]}", clients[0][2]))
+    tiles = "".join(f"<div>{escape(what)}<b>{value:.4g}</b></div>" for what, value in shown)
     rounds = [
         by_round(each.replace("_", " "), {each: figures[f"federation/{each}"]})
         for each in ROUND_FIGURES
@@ -105,14 +132,14 @@ def page(run: RunRecord, name: str) -> str:
     firsts_and_lasts = [(each, figures[each][min(figures[each])], known[each]) for each in sorted(figures)]
     torn = "The last line of the run's file is cut short and left out: the run was killed while it wrote."
     parts = [
-        f"<h1>{escape(name)}</h1>",
-        f"<p>{escape(_about(run))}</p>",
+        f"<h1>{escape(_title(run))}</h1>",
+        f"<p>{escape(f'{name}: {_about(run)}')}</p>",
         f'<p class="soft">{torn}</p>' if run.torn else "",
         f'<div class="tiles">{tiles}</div>',
         _section("By round", [*(by_round(key, lines) for key, lines in _groups(figures).items()), *rounds]),
         _section("Calibration, and what uncertainty is worth", _curves(run.curves)),
         _section("Clients", _client_charts(figures)),
-        _clients(run.tables.get("federation/clients")),
+        _clients(heads, clients),
         _section("What travelled", _traffic(figures)),
         f"<h2>Settings</h2>{html_table(('setting', 'value'), settings)}",
         "<h2>Everything</h2>",
@@ -125,10 +152,14 @@ def page(run: RunRecord, name: str) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'
 
 
+def _title(run: RunRecord) -> str:
+    clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
+    return f"{clients} clients by {str(fusion).partition('(')[0]}"
+
+
 def _about(run: RunRecord) -> str:
     rounds = max(max(of_rounds) for of_rounds in run.figures.values())
-    clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
-    parts = [f"{rounds} rounds", f"{clients} clients", f"fusion {fusion}"]
+    parts = [f"{rounds} rounds", f"fusion {run.settings.get('fusion', '?')}"]
     if network := run.settings.get("network"):
         counts = "{parameters:,} parameters, {trained:,} trained, {gaussian:,} Gaussian".format(**network)
         parts.append(f"{network['module']} with {network['name']} of {counts}")
@@ -183,17 +214,23 @@ def _client_charts(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
             yield by_round(title, dict(sorted(lines.items(), key=lambda line: (len(line[0]), line[0]))))
 
 
-def _clients(table: Table | None) -> str:
-    """Return the table of clients, the least accurate first, unknown accuracies last."""
+def _rows(table: Table | None) -> tuple[list[str], list[Any]]:
+    """Return heads and rows of the table of clients, the least accurate first, unknown accuracies last."""
     if table is None:
-        return '<p class="soft">The table of clients is written at the end of a run: this one has not reached it.</p>'
+        return [], []
     columns = dict(map(without_draws, table["columns"]))
-    places = [list(columns).index(each) for each in CLIENT_COLUMNS]
-    rows = sorted(table["rows"], key=lambda row: (math.isnan(row[places[2]]), row[places[2]], -row[places[3]]))
+    places = [list(columns).index(each) for each in (*CLIENT_COLUMNS, "last_failure")]
+    rows = [[row[place] for place in places] for row in table["rows"]]
+    heads = [each.replace("_", " ") + columns[each] for each in CLIENT_COLUMNS]
+    return heads, sorted(rows, key=lambda row: (math.isnan(row[2]), row[2], -row[3]))
+
+
+def _clients(heads: Sequence[str], rows: Sequence[Any]) -> str:
+    if not heads:
+        return '<p class="soft">The table of clients is written at the end of a run: this one has not reached it.</p>'
     reasons = {row[0]: row[-1] for row in rows if row[-1]}
     told = [f'<p class="soft">{escape(f"{name} was left out, last for {why}")}</p>' for name, why in reasons.items()]
-    heads = [each.replace("_", " ") + columns[each] for each in CLIENT_COLUMNS]
-    return "".join([html_table(heads, [[row[place] for place in places] for row in rows]), *told])
+    return "".join([html_table(heads, [row[:-1] for row in rows]), *told])
 
 
 def _traffic(figures: Mapping[str, Mapping[int, float]]) -> Iterable[str]:
@@ -280,7 +317,9 @@ def chart(
     named = f'<div class="legend">{"".join(legend)}</div>' if len(legend) > 1 else ""
     label = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
     drawing = f"<svg {label}>{''.join(marks)}</svg>"
-    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{named}</figure>"
+    note = next((text for part, text in NOTES.items() if part in title), "")
+    said = f'<p class="soft">{note}</p>' if note else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{named}{said}</figure>"
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:

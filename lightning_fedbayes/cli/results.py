@@ -1,16 +1,15 @@
-"""Results of runs: learning curves, the file and table of a comparison, and ``fedbayes plot``."""
+"""Results of runs: learning curves, and the file, table and picture of a comparison."""
 
 import csv
 import json
 import math
 import statistics
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedbayes.cli.messages import Options
 from lightning_fedbayes.core.errors import FedBayesError
 from lightning_fedbayes.core.run_file import BY_DRAWS
 
@@ -19,7 +18,7 @@ FILE = "results.json"
 METRICS = "metrics.csv"
 """Metrics of one run, as a CSVLogger writes them."""
 PICTURE = "learning_curves.png"
-"""Page that ``fedbayes plot`` draws."""
+"""Picture of a comparison: every validation metric by round."""
 AXES = ("epoch", "step", "round")
 
 Curves = dict[str, list[float]]
@@ -131,42 +130,14 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean:.4g}" if alone else f"{mean:.4g} ± {statistics.stdev(values):.2g}"
 
 
-def plot(arguments: list[str]) -> int:
-    """Draw every validation metric of a folder by round, on one page, and print its file."""
-    options = Options("plot", f"Draw every validation metric by round on one page, {PICTURE} in the folder of the run.")
-    options.add_argument("run", metavar="RUN", type=Path, help="folder of a CSVLogger (metrics.csv) or of a comparison")
-    folder: Path = options.parse(arguments).run
-    by_metric = curves_of(folder)
-    if not by_metric:
-        raise FedBayesError(f"{folder} holds no validation metrics ('val/...'): the run ended before its first one")
+def draw(folder: Path, runs: Sequence[Run]) -> None:
+    """Draw every validation metric by round on one page, a line for each rule, and print its file."""
     from lightning_fedbayes.core import plots  # here: Matplotlib takes longer to import than a mistake to be found
 
-    plots.round_panels({spoken(metric): curves for metric, curves in by_metric.items()}).savefig(folder / PICTURE)
-    print(folder / PICTURE)
-    return 0
-
-
-def curves_of(folder: Path) -> dict[str, Curves]:
-    """Return validation metric → label → values by round, of a run or a comparison. Raise FedBayesError for neither."""
-    if (folder / FILE).is_file():
-        _, runs = load(folder)
-        return {metric: mean_curves(runs, metric) for metric in metrics_of(runs)}
-    if (folder / METRICS).is_file():
-        curves = read_curves(folder / METRICS)
-        names = sorted(name for name in curves if name.startswith("val/"))
-        return {metric: {metric.removeprefix("val/"): curves[metric]} for metric in names}
-    below = sorted(each.parent for each in folder.glob(f"**/{METRICS}"))
-    remedy = f"did you mean {below[-1]}?" if below else "give the folder of a CSVLogger or of 'fedbayes compare'"
-    raise FedBayesError(f"there is neither {METRICS} nor {FILE} in {folder}: {remedy}")
-
-
-def draw(folder: Path, metric: str, curves: Mapping[str, Sequence[float]]) -> Path:
-    """Save a picture of ``metric`` by round, one line per label. Return its file."""
-    from lightning_fedbayes.core import plots
-
-    file = folder / f"{metric.replace('/', '_')}_by_round.png"
-    plots.rounds(curves, spoken(metric)).savefig(file)
-    return file
+    panels = {spoken(metric): mean_curves(runs, metric) for metric in metrics_of(runs)}
+    if panels:
+        plots.round_panels(panels).savefig(folder / PICTURE)
+        print(f"Picture: {folder / PICTURE}")
 
 
 def spoken(metric: str) -> str:

@@ -281,11 +281,6 @@ class TrainingLog:
         for _, options in everyone:
             self._options = options | self._options
 
-    @property
-    def names(self) -> set[str]:
-        """Names of all figures so far."""
-        return set(self._options)
-
     def end_round(self) -> None:
         """Log the means over the round's clients. Called where epoch-wise values are logged."""
         for name, options in self._options.items():

@@ -85,13 +85,16 @@ def accuracy_retained(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
     return figure
 
 
-def client_heatmap(counts: Tensor, classes: Sequence[object]) -> Figure:
-    """Heat map of ``counts``, (clients, classes). Of more than 100 clients, or classes, it shows every n-th."""
+def client_heatmap(counts: Tensor, classes: Sequence[object], names: Sequence[object] | None = None) -> Figure:
+    """Heat map of ``counts``, (clients, classes). Of more than 100 clients, or classes, it shows every n-th.
+
+    ``names`` are of the clients. None: their numbers.
+    """
     clients, shown = map(sample, counts.shape)
     table = _array(counts)[np.ix_(clients, shown)]
     rows, columns = table.shape
     figure, axes, image = _heatmap(table, 0.55 * columns + 1.9, 0.34 * rows + 1.3, vmin=0)
-    _ticks(axes, [str(classes[c]) for c in shown], [str(k) for k in clients])
+    _ticks(axes, [str(classes[c]) for c in shown], [str(k if names is None else names[k]) for k in clients])
     part = _part((rows, len(counts), "clients"), (columns, len(classes), "classes"))
     axes.set(xlabel="class", ylabel="client", title=f"Examples per client and class{part}")
     if rows <= 20 and columns <= 12:
@@ -231,7 +234,7 @@ def _style(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.tick_params(colors=INK, labelsize=9, length=0)
-    axes.title.set(fontsize=11, color=INK)
+    axes.title.set(fontsize=11, color=INK, wrap=True)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(fontsize=10, color=INK)
 

@@ -18,6 +18,8 @@ POINT_PIECE = 2**18
 """Entries of a piece of point masses, which few operations read: fewer pieces cost less than the cache saves."""
 MOST_AT_ONCE = 2**22
 """Entries of a stack up to which its rows are flattened at once, which takes 64 MiB."""
+FILE = "posterior.pt"
+"""File of a posterior in a W&B artifact."""
 Cuts = list[list[tuple[str, int, int]]]
 """Pieces of a posterior, each a list of (name of a tensor, start, stop)."""
 
@@ -318,6 +320,34 @@ class GaussianPosterior:
         check_kind("variance", stored, Mapping, "give name → tensor", error=PosteriorError)
         variance = {name: stored[name] if name in stored else zeros_like(m) for name, m in mean.items()}
         return cls(dict(mean), variance, bool(state.get("linearised", False)))
+
+    def to_wandb(self, run: Any, name: str = "posterior") -> Any:
+        """Log this posterior as an artifact of a W&B run, such as ``trainer.logger.experiment``. Return the artifact.
+
+        W&B then shows which run has made it. :meth:`from_wandb` reads it again.
+        """
+        import wandb
+
+        about = {"parameters": self.num_parameters, "tensors": len(self.mean), "linearised": self.linearised}
+        artifact = wandb.Artifact(name, "posterior", metadata=about)
+        with artifact.new_file(FILE, "wb") as file:
+            torch.save(self.clone().state_dict(), file)
+        return run.log_artifact(artifact)
+
+    @classmethod
+    def from_wandb(cls, artifact: Any) -> "GaussianPosterior":
+        """The posterior that :meth:`to_wandb` has logged, from an artifact or its name, "USER/PROJECT/NAME:latest".
+
+        Inside a W&B run, as of predictions, that run is shown as one that uses it. Raise PosteriorError if the
+        artifact holds no posterior.
+        """
+        import wandb
+
+        if isinstance(artifact, str):
+            artifact = wandb.Api().artifact(artifact) if wandb.run is None else wandb.run.use_artifact(artifact)
+        with errors.raised_as(PosteriorError, f"artifact {artifact.name} holds no posterior", "give one of to_wandb()"):
+            state = torch.load(artifact.get_entry(FILE).download(), map_location="cpu", weights_only=True)
+        return cls.from_state_dict(state)
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:

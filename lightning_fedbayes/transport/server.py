@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from lightning_fedbayes.server import RoundResult, Server
 from lightning_fedbayes.server.guard import USUAL, Safeguards
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.transport import calibration as calibrating
-from lightning_fedbayes.transport import messages
+from lightning_fedbayes.transport import log, messages
 from lightning_fedbayes.transport.checkpoint import ServerState
 from lightning_fedbayes.transport.schedules import Steps
 
@@ -44,6 +45,8 @@ class Rounds:
             of them before ([what leaves a client](../what_leaves.md#models-that-clients-see-of-each-other)). K clients
             cause K² messages, and the server keeps K posteriors in memory.
         checkpoint: file of the federation. None keeps it in memory only.
+        logger: one of Lightning's loggers, such as ``WandbLogger()``, or a list of them: what a federation in one
+            process logs of rounds and clients, under the same names, from the server.
         seed: source of every random draw, the clients' included.
 
     Attributes:
@@ -68,6 +71,7 @@ class Rounds:
         evaluate: bool = False,
         across: bool = False,
         checkpoint: str | Path | None = None,
+        logger: Logger | Sequence[Logger] | None = None,
         seed: int = 0,
     ) -> None:
         settings = FederationSettings(  # for its checks
@@ -89,6 +93,7 @@ class Rounds:
         self.client_scores = messages.client_scores({})
         self.cross_scores = messages.cross_scores({})
         self.numbers: dict[str, int] = {}
+        self._log, self._described = log.ServerLog(logger), {**settings.described(), "clients": wait_for}
         self.best: dict[str, Any] = {}
         self._federation = ""
         self._timeout = 3600.0
@@ -131,6 +136,7 @@ class Rounds:
             self.server.load_state_dict(stored.server)
             self.steps.load_state_dict(stored.steps)
             rank_zero_info(f"Resuming after round {stored.rounds} of {self.checkpoint}.")
+        self._log.begin(self._log.loggers, self._described, self.server.rounds)
         return self.server
 
     def count(self, rounds: int, ask: Callable[[], Answers]) -> None:
@@ -220,6 +226,7 @@ class Rounds:
         self._sent = {client: update for client, update in self._sent.items() if client not in good}
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
+        self._log.end_round(result, self.numbers, max(self._at_hand, len(server.accepted)))
         return result
 
     def update_of(self, client: int, answers: Answers) -> ClientUpdate | ClientFailure:
@@ -245,6 +252,7 @@ class Rounds:
     def take_scores(self, server_round: int, answers: Answers) -> dict[str, float]:
         r"""Keep the clients' scores; return means by validation examples, :math:`\sum n_k m_k / \sum n_k`."""
         self.client_scores = messages.client_scores(scored(f"Round {server_round}, evaluation", answers))
+        self._log.scored(server_round, self.client_scores, self.numbers)
         return {name: self.client_scores.mean(name) for name in self.client_scores.values}
 
     def own_models(self) -> dict[int, tuple[GaussianPosterior, dict[str, Tensor]]]:

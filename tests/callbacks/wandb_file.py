@@ -19,7 +19,10 @@ FULL, LAST = 1, 4
 
 @dataclass
 class Run:
-    """Record of an offline run; ``history`` has one dict per call of ``log``, whose nested keys are joined by "/"."""
+    """Record of an offline run; ``history`` has one dict per call of ``log``, whose nested keys are joined by "/".
+
+    ``defined`` is name → values that the summary keeps, ``artifacts`` are name → file → its place on the disk.
+    """
 
     project: str = ""
     group: str = ""
@@ -27,6 +30,18 @@ class Run:
     name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+    defined: dict[str, set[str]] = field(default_factory=dict)
+    alerts: list[tuple[str, str]] = field(default_factory=list)
+    artifacts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys of figures, pictures, tables and histograms, without those of W&B and Lightning."""
+        found = set()
+        for row in self.history:
+            media = tuple(f"{key.removesuffix('_type')}" for key in row if key.endswith("/_type"))
+            found |= {each[:-1] for each in media} | {key for key in row if not key.startswith(media)}
+        return {key for key in found if key[0] != "_"} - {"round", "epoch", "trainer/global_step"}
 
 
 def go_offline(patch: Any, folder: Path) -> None:
@@ -62,6 +77,15 @@ def run_of(found: list[Any]) -> Run:
             _update(run.config, record.config.update)
         elif kind == "history":
             run.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
+        elif kind == "metric" and record.metric.name:  # others are patterns
+            run.defined[record.metric.name] = {
+                each.name for each, is_kept in record.metric.summary.ListFields() if is_kept
+            }
+        elif kind == "alert":
+            run.alerts.append((record.alert.title, record.alert.text))
+        elif kind == "artifact":
+            entries = record.artifact.manifest.contents
+            run.artifacts[record.artifact.name] = {each.path: each.local_path for each in entries}
     return run
 
 

@@ -45,10 +45,10 @@ def test_without_the_extra_the_remedy_is_said(command, missing, monkeypatch, cap
         "--help",
         "rules --help",
         "compare --help",
-        "plot --help",
+        "report --help",
         "fitt",
         "fit --config nowhere.yaml",
-        "plot nowhere",
+        "report nowhere",
         "compare nowhere.yaml --fusion rklb",
     ],
 )

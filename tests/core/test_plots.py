@@ -26,6 +26,7 @@ FIGURES = {
         torch.tensor([[0.2, torch.nan], [0.8, 1.0]]), ["a", "b"]
     ),
     "across": lambda: plots.cross_heatmap(torch.rand(3, 3), "abc", "nll"),
+    "across_long_names": lambda: plots.cross_heatmap(torch.rand(2, 2), ["a clinic in the north", "another one"], "nll"),
     "across_not_finite": lambda: plots.cross_heatmap(torch.full((2, 2), torch.nan), "ab", "nll"),
     "across_of_many": lambda: plots.cross_heatmap(torch.rand(150, 150), range(150), "nll"),
     "reliability_of_many": lambda: plots.client_reliability(torch.rand(300, 50), range(300)),
@@ -52,6 +53,8 @@ def test_renders_to_png_without_pyplot(build, monkeypatch):
     assert (pyplot.get_fignums(), dict(mpl.rcParams)) == before
     width = figure.get_figwidth() * figure.dpi
     assert width >= 500
+    for box in (axes.title.get_window_extent() for axes in figure.axes if axes.get_title()):
+        assert 0 <= box.x0 < box.x1 <= width
 
 
 def test_curves_are_the_given_points_and_told_apart():

@@ -192,6 +192,7 @@ test_bad_arguments_are_refused_at_once = refusals(
     fb.FedBayesError,
     ({"fusion": "conflatoin"}, "did you mean 'conflation'"),
     ({"fraction": 0}, "fraction=0"),
+    *[({"logger": wrong}, "give one of Lightning's loggers") for wrong in ("wandb", 3, [None])],
     ({"safeguards": fb.Safeguards(min_clients=3), "wait_for": 4, "fraction": 0.5}, "a round has only 2 of 4 clients"),
     call=lambda arguments: FusionStrategy(**arguments),
 )

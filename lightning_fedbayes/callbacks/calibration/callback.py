@@ -225,7 +225,7 @@ class CalibrationCallback(Reader):
                 summary = {name: summary[name] for name in scores.values}
             label = evaluator_of(trainer).by("logits") + self.label
             pl_module.log_dict({f"test/{label}/{name}": value for name, value in summary.items()})
-            log_table(trainer, f"test/{label}", *scores.table(), trainer.current_epoch)
+            log_table(trainer.loggers, f"test/{label}", *scores.table(), trainer.current_epoch)
 
         self._run(trainer, pl_module, score, raises=False)
 

@@ -88,9 +88,9 @@ class FusionStrategy(Rounds, Strategy):
         monitor, mode: the figure of the clients' scores, and "min" or "max", by which the checkpoint keeps the best
             round, too. The arrays that :meth:`start` returns are of the best round.
         patience: stop after this many rounds in a row that are not better. None: never.
-        options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``across``, ``checkpoint`` and ``seed`` of
-            :class:`~lightning_fedbayes.transport.server.Rounds`. With a ``schedule``, ``evaluate`` scores by the free
-            clients, and by the last scores of the others.
+        options: ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``across``, ``checkpoint``, ``logger`` and
+            ``seed`` of :class:`~lightning_fedbayes.transport.server.Rounds`. With a ``schedule``, ``evaluate`` scores
+            by the free clients, and by the last scores of the others.
 
     Attributes:
         server: the :class:`~lightning_fedbayes.Server` that it drives. None before :meth:`start`.

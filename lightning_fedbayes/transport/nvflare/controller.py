@@ -62,7 +62,7 @@ class FusionController(ModelController):
         calibration: callbacks that are fitted after the last round: a FederatedTemperature first. Before the first
             round each client tries one batch, and says whether it can answer. Their result is in the checkpoint.
         fusion, weighting, options: as of :class:`~lightning_fedbayes.transport.flower.FusionStrategy`, with
-            ``fraction``, ``wait_for``, ``safeguards``, ``evaluate`` and ``seed`` of
+            ``fraction``, ``wait_for``, ``safeguards``, ``evaluate``, ``logger`` and ``seed`` of
             :class:`~lightning_fedbayes.transport.server.Rounds`.
     """
 
