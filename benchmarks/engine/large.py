@@ -112,7 +112,9 @@ def seconds(name: str, side: str, steps: int) -> float:
     outputs = module.network(x[:1]).shape[1]
     y = torch.randint(2, (examples, outputs)).float()
     rules: dict[str, Any] = {AVERAGES: "fedavg", SITES: "sites", IVON: "sites", LAYERS: "sites"}
-    federation = [fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion=rules[side])] if side in rules else []
+    federation: list[L.Callback] = (
+        [fb.FederatedBayes(fb.IIDPartition(CLIENTS), fusion=rules[side])] if side in rules else []
+    )
     trainer = L.Trainer(
         max_epochs=ROUNDS,
         accelerator="cpu",

@@ -158,8 +158,9 @@ class RoundLog:
         for logger in loggers:
             row = {**(named if isinstance(logger, CSVLogger) else shown), **more}
             logger.log_metrics({**row, "round": figures["round"], "epoch": round - 1}, step=step)
-            for title, text in self._alerts if isinstance(logger, WandbLogger) else ():
-                logger.experiment.alert(title, text, level="WARN")
+            if isinstance(logger, WandbLogger):
+                for title, text in self._alerts:
+                    logger.experiment.alert(title, text, level="WARN")
         if self._posterior is not None and (round == 1 or round % EVERY == 0):
             log_histograms(loggers, self._posterior, round)
         self._alerts, self._posterior = [], None

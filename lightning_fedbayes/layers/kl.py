@@ -88,8 +88,8 @@ class GaussianKL(torch.autograd.Function):
         mean, std, prior_mean, prior_std = (next(tensors) if value is None else value for value in ctx.inputs)
         gradient = gradients[0].unsqueeze(-1)
         scale = gradient / (prior_std * prior_std)
-        centred = not isinstance(prior_mean, Tensor) and prior_mean == 0
-        of_mean = (mean if centred else mean - prior_mean) * scale
+        shift = mean if ctx.inputs[2] == 0 else mean - prior_mean
+        of_mean = shift * scale
         of_std = torch.addcdiv(std * scale, gradient, std, value=-1)
         of_prior_mean = of_prior_std = None
         if ctx.needs_input_grad[2]:
