@@ -207,7 +207,8 @@ class FederationReport:
             names = listed(self._clients.names[client] for client in sorted(new))
             why = "they are too large, as of few or unlike examples, or too frequent, for max_influence"
             rank_zero_info(f"Round {result.round + 1}: the updates of {names} stand out, and count in part: {why}")
-        tell_bounded(result.round + 1, {self._clients.names[client]: why for client, why in result.bounded.items()})
+        if result.bounded:
+            tell_bounded(result.round + 1, {self._clients.names[client]: why for client, why in result.bounded.items()})
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})

@@ -1,5 +1,6 @@
 """Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -173,6 +174,7 @@ class Aggregation:
         self._by_pieces = points and previous.num_parameters > PIECE  # no client is copied into one vector
         self._is_small = 2 * FEWEST * previous.num_parameters <= MOST_AT_ONCE and not self._by_pieces
         self._group = max(2 * FEWEST, MOST_MEASURED // max(1, previous.num_parameters)) if self._is_small else FEWEST
+        self.most_weight = math.inf  # of a client, not normalised
         self._held: list[ClientUpdate] = []
         self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
@@ -209,7 +211,9 @@ class Aggregation:
         if self.guard is not None:
             self.guard.check(posterior, who)
         if self._streams:
-            self._weights[update.client] = self._weight_of(update) if self.rule.uses_weights else 1.0
+            weigh = PER_CLIENT[str(self.weighting)] if self.rule.uses_weights else None  # ω, not normalised
+            weight = 1.0 if weigh is None else weigh(ClientFacts.of(update, self.previous))
+            self._weights[update.client] = min(weight, self.most_weight)
         if self._streams and not self._clips:
             self._add_to_sums([(update, posterior, self._weights[update.client])])
         else:
@@ -225,13 +229,6 @@ class Aggregation:
             self._held[-1] = replace(self._held[-1], posterior=update.posterior.clone())  # half of the memory
         if self._buffers.before is None:
             self._buffers.before = dict(update.buffers)
-
-    def _weight_of(self, update: ClientUpdate) -> float:
-        """Return a client's weight ω, not normalised, by a weighting that looks at one client at a time."""
-        weight = PER_CLIENT[str(self.weighting)](ClientFacts.of(update, self.previous))
-        if self.guard is None or self.weighting != "train_size":
-            return weight
-        return min(weight, self.guard.most_examples)
 
     def _judge(self) -> None:
         """Measure clients that came since the last call, and add those within limits, set at 7 clients, 14, 28, …"""
@@ -294,12 +291,13 @@ class Aggregation:
             return Admitted(tuple(self._weights), tuple(self._weights.values()), **known)
         if not self.rule.uses_weights:
             return Admitted(held, (1.0,) * len(held), **known)
+        facts = [ClientFacts.of(update, self.previous) for update in self._held]
         if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
+            one = PER_CLIENT[self.weighting]
             try:
-                return Admitted(held, tuple(map(self._weight_of, self._held)), **known)
+                return Admitted(held, tuple(min(one(fact), self.most_weight) for fact in facts), **known)
             except FusionError as error:
                 return Admitted(held, error=error)
-        facts = [ClientFacts.of(update, self.previous) for update in self._held]
         if self.collective.size > 1:
             before = self.previous.to("cpu")
             facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]

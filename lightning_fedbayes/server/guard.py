@@ -162,25 +162,23 @@ class Guard:
         """The means of a deterministic network as one vector, which a large one seldom needs."""
         return self.previous.flatten()[0]
 
-    def hear(self, said: Mapping[int, int]) -> None:
+    def hear(self, said: Mapping[int, int], keep: bool = False) -> None:
         """Bound numbers of examples by the lower median of what the round's clients have ``said``, client → number.
 
         Without rounds, or of few clients, by that of what all have said last. Fewer than :data:`FEWEST` have no bound.
+        ``keep`` notes what they have said for later rounds.
         """
-        numbers = self.with_examples(said)["claims"]
-        if self.part == 1 and len(said) >= FEWEST:
-            numbers = numbers[-len(said) :]
-        median = float(numbers.median()) if len(numbers) >= FEWEST else 0.0
-        self.most_examples = self.max_influence * median if median > 0 else math.inf
-
-    def with_examples(self, said: Mapping[int, int]) -> dict[str, Tensor]:
-        """Return the part of the memory that holds what all clients have said last, with what is ``said`` now."""
         now = torch.tensor(sorted(said), dtype=torch.int64)
         claims = torch.tensor([said[client] for client in sorted(said)], dtype=torch.float64)
         known = self.memory.get("claimants", now[:0])
         silent = torch.searchsorted(now, known) == torch.searchsorted(now, known, right=True)
         before = self.memory.get("claims", claims[:0])[silent]
-        return {"claimants": torch.cat([known[silent], now]), "claims": torch.cat([before, claims])}
+        everyone = torch.cat([before, claims])
+        numbers = claims if self.part == 1 and len(said) >= FEWEST else everyone
+        median = float(numbers.median()) if len(numbers) >= FEWEST else 0.0
+        self.most_examples = self.max_influence * median if median > 0 else math.inf
+        if keep:
+            self.memory.update(claimants=torch.cat([known[silent], now]), claims=everyone)
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances of client ``who`` that cannot come from training.
@@ -440,13 +438,12 @@ class TensorsGuard(Guard):
         return sizes[..., :width], sizes[..., width:]
 
 
-def tell_bounded(server_round: int, bounded: Mapping[str, str]) -> None:
-    """Print a line about clients that count as fewer examples than they say, if any: client → both numbers."""
-    if bounded:
-        who = listed(f"client {client} {text}" for client, text in bounded.items())
-        what = "a number of examples counts as at most max_influence times the median client's"
-        trust = "weighting=lambda facts: [each.num_examples for each in facts], or fb.Safeguards(max_influence=None)"
-        rank_zero_info(f"Round {server_round}: {what}: {who}. To believe all numbers: {trust}")
+def tell_bounded(server_round: int, bounded: Mapping[Any, str]) -> None:
+    """Print a line about clients that count as fewer examples than they say: client → both numbers."""
+    who = listed(f"client {client} {text}" for client, text in bounded.items())
+    what = "a number of examples counts as at most max_influence times the median client's"
+    trust = "weighting=lambda facts: [each.num_examples for each in facts], or fb.Safeguards(max_influence=None)"
+    rank_zero_info(f"Round {server_round}: {what}: {who}. To believe all numbers: {trust}")
 
 
 def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:

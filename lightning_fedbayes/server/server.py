@@ -221,6 +221,9 @@ class Server:
             raise FederationError("hear takes numbers of examples between begin and the first admit of a round")
         if self._hearing is not None:
             self._hearing.hear(examples)
+            for each in self._aggregations.values():
+                if self.weighting == "train_size" and each.rule.uses_weights:
+                    each.most_weight = self._hearing.most_examples
 
     @property
     def is_new(self) -> bool:
@@ -297,11 +300,13 @@ class Server:
             errors = {client: FusionError(why) for client, why in refused.items()}
             outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
         valid = [outcome for outcome in outcomes if outcome.error is None]
-        bounded = self._bounded_of(valid)
+        most = min(each.most_weight for each in self._aggregations.values())
+        claims = {c.client: c.num_examples for c in valid if c.num_examples > most and c.client not in self._bounded}
+        self._bounded |= claims.keys()
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
             if self._hearing is not None:
-                self._hearing.memory |= self._hearing.with_examples({each.client: each.num_examples for each in valid})
+                self._hearing.hear({each.client: each.num_examples for each in valid}, keep=True)
             self._memory = {} if guard is None else guard.memory
             if self._counted_of is None:
                 self.sites |= aggregate.counted
@@ -325,17 +330,10 @@ class Server:
         round, self._plan, self._aggregations = self._plan.round, None, {}
         if self.failed_rounds >= self.safeguards.max_failed_rounds:
             raise self.failure(refusal, outcomes)
+        bounded = {client: f"says {number:,}, counts as {most:,g}" for client, number in claims.items()}
         return RoundResult(
             round, self.posterior, self.buffers, aggregate, refusal, tuple(outcomes), figures, tuple(notes), bounded
         )
-
-    def _bounded_of(self, valid: Sequence[ClientOutcome]) -> dict[int, str]:
-        """Return :attr:`RoundResult.bounded`, and note these clients."""
-        uses = self.weighting == "train_size" and any(rule.uses_weights for rule in self.rules.values())
-        most = self._hearing.most_examples if uses and self._hearing is not None else math.inf
-        new = {c.client: c.num_examples for c in valid if c.num_examples > most and c.client not in self._bounded}
-        self._bounded |= new.keys()
-        return {client: f"says {number:,}, counts as {most:,g}" for client, number in new.items()}
 
     def _aggregate(
         self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]

@@ -219,7 +219,8 @@ class Rounds:
         good = {each.client for each in outcomes if each.error is None}
         self._own |= {client: update for client, update in self._sent.items() if client in good}
         self._sent = {client: update for client, update in self._sent.items() if client not in good}
-        tell_bounded(server_round, {str(client): text for client, text in result.bounded.items()})
+        if result.bounded:
+            tell_bounded(server_round, result.bounded)
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         return result
