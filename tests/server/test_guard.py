@@ -275,7 +275,7 @@ def test_honest_clients_count_in_full_in_the_end(order):
     assert moves[-30:] == pytest.approx([1.0] * 30)
 
 
-SAID = [3, 40, 20, 300_000_000, 10, 50, 20, 2]
+SAID = [3, 40, 20, 300_000_000, 10, 50, 21, 2]
 
 
 def counted(order, server, told=True, send=honest, said=SAID, beside=lambda client: {}):
@@ -313,7 +313,7 @@ def test_no_number_of_examples_counts_as_more_than_twice_the_median_one(fusion, 
 @pytest.mark.parametrize("late", [None, FedBuff()])
 @pytest.mark.parametrize("told", [True, False])
 def test_numbers_of_few_clients_are_compared_with_what_all_have_said_last(late, told):
-    """4 clients of 8, the others, and 2 of them, at a server that was stored, too."""
+    """4 clients of 8, the others, and 2 of them, at a server that was stored, too. Seven have a median of their own."""
     servers = [Server(START, fusion="weighted_average", late=late) for _ in range(2)]
     assert counted([4, 5, 6, 7], servers[0]).bounded == {}
     assert ("counts as 40" in counted([0, 1, 2, 3], servers[0], told).bounded.get(3, "")) == told
@@ -321,7 +321,9 @@ def test_numbers_of_few_clients_are_compared_with_what_all_have_said_last(late, 
     for server in servers:
         assert counted([5, 3], server, told).weights == {3: 0.5, 5: 0.5}
     assert torch.equal(*(server.state_dict()["guard"]["claims"] for server in servers))
-    servers[0].begin(RoundPlan(3, (0,)))
+    seven = counted(range(1, 8), servers[0], told).weights
+    assert seven[3] / seven[1] == pytest.approx(42 / 40 if told and late is None else 1)
+    servers[0].begin(RoundPlan(4, (0,)))
     servers[0].admit(honest(0))
     with pytest.raises(FederationError, match="between begin and the first admit"):
         servers[0].hear({})
