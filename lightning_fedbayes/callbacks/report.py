@@ -24,7 +24,7 @@ from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
-from lightning_fedbayes.server.guard import tell_bounded
+from lightning_fedbayes.server.guard import told_bounded
 
 DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
 
@@ -208,7 +208,8 @@ class FederationReport:
             why = "they are too large, as of few or unlike examples, or too frequent, for max_influence"
             rank_zero_info(f"Round {result.round + 1}: the updates of {names} stand out, and count in part: {why}")
         if result.bounded:
-            tell_bounded(result.round + 1, {self._clients.names[client]: why for client, why in result.bounded.items()})
+            bounded = {self._clients.names[client]: numbers for client, numbers in result.bounded.items()}
+            rank_zero_info(f"Round {result.round + 1}: {told_bounded(bounded)}")
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})

@@ -24,7 +24,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number, listed
@@ -438,12 +437,12 @@ class TensorsGuard(Guard):
         return sizes[..., :width], sizes[..., width:]
 
 
-def tell_bounded(server_round: int, bounded: Mapping[Any, str]) -> None:
-    """Print a line about clients that count as fewer examples than they say: client → both numbers."""
+def told_bounded(bounded: Mapping[Any, str]) -> str:
+    """Return a line about clients that count as fewer examples than they say: client → both numbers."""
     who = listed(f"client {client} {text}" for client, text in bounded.items())
     what = "a number of examples counts as at most max_influence times the median client's"
     trust = "weighting=lambda facts: [each.num_examples for each in facts], or fb.Safeguards(max_influence=None)"
-    rank_zero_info(f"Round {server_round}: {what}: {who}. To believe all numbers: {trust}")
+    return f"{what}: {who}. To believe all numbers: {trust}"
 
 
 def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:

@@ -17,7 +17,7 @@ from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import Late, get_method
 from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import RoundResult, Server
-from lightning_fedbayes.server.guard import USUAL, Safeguards, tell_bounded
+from lightning_fedbayes.server.guard import USUAL, Safeguards, told_bounded
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.transport import calibration as calibrating
 from lightning_fedbayes.transport import messages
@@ -220,7 +220,7 @@ class Rounds:
         self._own |= {client: update for client, update in self._sent.items() if client in good}
         self._sent = {client: update for client, update in self._sent.items() if client not in good}
         if result.bounded:
-            tell_bounded(server_round, result.bounded)
+            rank_zero_info(f"Round {server_round}: {told_bounded(result.bounded)}")
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         return result
