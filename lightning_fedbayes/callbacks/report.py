@@ -27,6 +27,7 @@ from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
 from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
+from lightning_fedbayes.server.guard import told_bounded
 
 Figures = Mapping[str, float]
 DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}
@@ -314,6 +315,9 @@ class FederationReport:
             names = listed(self._clients.names[client] for client in sorted(new))
             why = "they are too large, as of few or unlike examples, or too frequent, for max_influence"
             rank_zero_info(f"Round {result.round + 1}: the updates of {names} stand out, and count in part: {why}")
+        if result.bounded:
+            bounded = {self._clients.names[client]: numbers for client, numbers in result.bounded.items()}
+            rank_zero_info(f"Round {result.round + 1}: {told_bounded(bounded)}")
         if result.aggregate is not None and result.aggregate.inferred:
             shares, excluded = dict(result.weights), dict(result.excluded)
             self.reliabilities.append({"round": result.round + 1, "shares": shares, "excluded": excluded})

@@ -118,6 +118,7 @@ class Federation:
         self.share = share_of(plan, collective.rank, collective.size)
         self.stage = "training"
         self.engine.begin_method(self.server.begin(plan.heard))
+        self.server.hear({client: self.engine.sizes[client] for client in plan.heard.cohort})
         if self._is_shared:
             self._wait_for_states()
         advice = self.server.method.advice(self.server.posterior, plan.round, plan.clients)

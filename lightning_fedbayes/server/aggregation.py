@@ -1,5 +1,6 @@
 """Aggregation of one round: client updates in, the fused posterior and its diagnostics out."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -173,6 +174,7 @@ class Aggregation:
         self._by_pieces = points and previous.num_parameters > PIECE  # no client is copied into one vector
         self._is_small = 2 * FEWEST * previous.num_parameters <= MOST_AT_ONCE and not self._by_pieces
         self._group = max(2 * FEWEST, MOST_MEASURED // max(1, previous.num_parameters)) if self._is_small else FEWEST
+        self.most_weight = math.inf  # of a client, not normalised
         self._held: list[ClientUpdate] = []
         self._unmeasured = 0  # of those held, the last ones
         self._weights: dict[int, float] = {}
@@ -210,7 +212,8 @@ class Aggregation:
             self.guard.check(posterior, who)
         if self._streams:
             weigh = PER_CLIENT[str(self.weighting)] if self.rule.uses_weights else None  # ω, not normalised
-            self._weights[update.client] = 1.0 if weigh is None else weigh(ClientFacts.of(update, self.previous))
+            weight = 1.0 if weigh is None else weigh(ClientFacts.of(update, self.previous))
+            self._weights[update.client] = min(weight, self.most_weight)
         if self._streams and not self._clips:
             self._add_to_sums([(update, posterior, self._weights[update.client])])
         else:
@@ -292,7 +295,7 @@ class Aggregation:
         if isinstance(self.weighting, str) and self.weighting in PER_CLIENT:
             one = PER_CLIENT[self.weighting]
             try:
-                return Admitted(held, tuple(one(fact) for fact in facts), **known)
+                return Admitted(held, tuple(min(one(fact), self.most_weight) for fact in facts), **known)
             except FusionError as error:
                 return Admitted(held, error=error)
         if self.collective.size > 1:

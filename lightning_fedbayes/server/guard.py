@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number, listed
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
 from lightning_fedbayes.methods.method import joined, split
@@ -45,7 +45,8 @@ class Safeguards:
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
             Of sites it bounds the whole site, and its change; without rounds, all messages in the time of the median
-            client's one. None: no guard. See "Clients that cannot be trusted" in the documentation.
+            client's one. With weighting="train_size" its number of examples counts as at most this multiple, too. None:
+            no guard. See "Clients that cannot be trusted" in the documentation.
     """
 
     min_clients: int = 1
@@ -106,7 +107,8 @@ class Guard:
 
     ``probabilistic`` names the tensors to which the network gives a variance. ``memory`` is the round before's: its
     "sizes" are usual lengths of whole updates, (kinds of lengths,). ``is_alone``: there is a single client. ``part`` is
-    the share of all clients in a fusion without rounds. ``counted`` is what a client has to keep.
+    the share of all clients in a fusion without rounds. ``counted`` is what a client has to keep. ``most_examples`` is
+    what a client counts as at most.
     """
 
     num_lengths: ClassVar[int] = 2
@@ -130,6 +132,7 @@ class Guard:
         self.previous, self.probabilistic = previous, probabilistic
         self.max_influence, self.part = max_influence, part
         self.counted: dict[int, dict[str, Tensor]] = {}
+        self.most_examples = math.inf
         self._deterministic = [name for name in previous.names if name not in probabilistic]
         self._lengths = [value.numel() for value in previous.mean.values()]
         self._numels = torch.tensor([n for n in self._lengths if n], dtype=torch.float64)
@@ -157,6 +160,24 @@ class Guard:
     def _mean(self) -> Tensor:
         """The means of a deterministic network as one vector, which a large one seldom needs."""
         return self.previous.flatten()[0]
+
+    def hear(self, said: Mapping[int, int], keep: bool = False) -> None:
+        """Bound numbers of examples by the lower median of what the round's clients have ``said``, client → number.
+
+        Without rounds, or of few clients, by that of what all have said last. Fewer than :data:`FEWEST` have no bound.
+        ``keep`` notes what they have said for later rounds.
+        """
+        now = torch.tensor(sorted(said), dtype=torch.int64)
+        claims = torch.tensor([said[client] for client in sorted(said)], dtype=torch.float64)
+        known = self.memory.get("claimants", now[:0])
+        silent = torch.searchsorted(now, known) == torch.searchsorted(now, known, right=True)
+        before = self.memory.get("claims", claims[:0])[silent]
+        everyone = torch.cat([before, claims])
+        numbers = claims if self.part == 1 and len(said) >= FEWEST else everyone
+        median = float(numbers.median()) if len(numbers) >= FEWEST else 0.0
+        self.most_examples = self.max_influence * median if median > 0 else math.inf
+        if keep:
+            self.memory.update(claimants=torch.cat([known[silent], now]), claims=everyone)
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances of client ``who`` that cannot come from training.
@@ -367,7 +388,8 @@ class TensorsGuard(Guard):
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         parts = [GaussianPosterior.point_mass(self._whole(each)) for each in updates]
-        examples = torch.tensor([max(1, each.num_examples) for each in updates], dtype=torch.float64)
+        numbers = [min(max(1, each.num_examples), self.most_examples) for each in updates]
+        examples = torch.tensor(numbers, dtype=torch.float64)
         beside = self._beside.shifts(parts)
         beside[:, :2] /= torch.where(self._per_example, examples[:, None, None], 1.0)
         return torch.cat([super().sizes_of(updates, by_pieces=by_pieces), beside], 2)
@@ -413,6 +435,14 @@ class TensorsGuard(Guard):
         """Return the sizes of the posterior's tensors, and of the others."""
         width = len(self._numels)
         return sizes[..., :width], sizes[..., width:]
+
+
+def told_bounded(bounded: Mapping[Any, str]) -> str:
+    """Return a line about clients that count as fewer examples than they say: client → both numbers."""
+    who = listed(f"client {client} {text}" for client, text in bounded.items())
+    what = "a number of examples counts as at most max_influence times the median client's"
+    trust = "weighting=lambda facts: [each.num_examples for each in facts], or fb.Safeguards(max_influence=None)"
+    return f"{what}: {who}. To believe all numbers: {trust}"
 
 
 def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, guard_of, mean_variance
-from lightning_fedbayes.server.guard import USUAL, Safeguards, probabilistic_names
+from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
@@ -51,6 +51,7 @@ class RoundResult:
         figures: diagnostics, counts, time and traffic, name → value: the round's row of the history, in which
             "round" counts from 1.
         notes: the note of each process (see :meth:`Server.finish`).
+        bounded: client → how many examples it says and counts as, where these differ for the first time.
     """
 
     round: int
@@ -61,6 +62,7 @@ class RoundResult:
     outcomes: tuple[ClientOutcome, ...]
     figures: dict[str, float]
     notes: tuple[Any, ...] = ()
+    bounded: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def success(self) -> bool:
@@ -158,6 +160,8 @@ class Server:
         self._plan: RoundPlan | None = None
         self._shared = Shared(posterior)
         self._aggregations: dict[str, Aggregation] = {}
+        self._hearing: Guard | None = None  # the guard, if it bounds numbers of examples
+        self._bounded: set[int] = set()
         self._outcomes: dict[int, ClientOutcome] = {}
         self._started: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -195,6 +199,7 @@ class Server:
             options = bound, self._memory, share == 1, part
             of_round = previous, self._probabilistic, counted_of, self._counted_of is None
             guard = guard_of(method, self._shared, sent, *of_round, options)
+        self._hearing = None if method.adds or method.totals else guard
         own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # clients do not change it
         expected = joined(own, sent)
         options = self.collective, guard, method.adds, partial(method.doubt, self._shared) if sent else None
@@ -202,7 +207,23 @@ class Server:
             name: Aggregation(rule, self.weighting, previous, expected, self.rule_states[name], *options)
             for name, rule in self.rules.items()
         }
+        self.hear({})
         return self._shared
+
+    def hear(self, examples: Mapping[int, int]) -> None:
+        """Take the numbers of ``examples`` that the round's clients say they have, before their first update.
+
+        With weighting="train_size" none counts as more than ``max_influence`` times their median. Otherwise the server
+        compares with what clients said last. Raise FederationError once an update is admitted.
+        """
+        check_kind("examples", examples, Mapping, "give a dict, client → number of examples")
+        if self._plan is None or self._outcomes:
+            raise FederationError("hear takes numbers of examples between begin and the first admit of a round")
+        if self._hearing is not None:
+            self._hearing.hear(examples)
+            for each in self._aggregations.values():
+                if self.weighting == "train_size" and each.rule.uses_weights:
+                    each.most_weight = self._hearing.most_examples
 
     @property
     def is_new(self) -> bool:
@@ -278,8 +299,14 @@ class Server:
         if refused:
             errors = {client: FusionError(why) for client, why in refused.items()}
             outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
+        valid = [outcome for outcome in outcomes if outcome.error is None]
+        most = min(each.most_weight for each in self._aggregations.values())
+        claims = {c.client: c.num_examples for c in valid if c.num_examples > most and c.client not in self._bounded}
+        self._bounded |= claims.keys()
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
+            if self._hearing is not None:
+                self._hearing.hear({each.client: each.num_examples for each in valid}, keep=True)
             self._memory = {} if guard is None else guard.memory
             if self._counted_of is None:
                 self.sites |= aggregate.counted
@@ -291,7 +318,6 @@ class Server:
             self.buffers = {**self.buffers, **aggregate.buffers}
         self.rounds = self._plan.round + 1
         self.failed_rounds = 0 if aggregate is not None else self.failed_rounds + 1
-        valid = [outcome for outcome in outcomes if outcome.error is None]
         if aggregate is not None:
             self.accepted |= {each.client: 1 + self._started.get(each.client, self._plan.round) for each in valid}
         figures = {
@@ -304,8 +330,9 @@ class Server:
         round, self._plan, self._aggregations = self._plan.round, None, {}
         if self.failed_rounds >= self.safeguards.max_failed_rounds:
             raise self.failure(refusal, outcomes)
+        bounded = {client: f"says {number:,}, counts as {most:,g}" for client, number in claims.items()}
         return RoundResult(
-            round, self.posterior, self.buffers, aggregate, refusal, tuple(outcomes), figures, tuple(notes)
+            round, self.posterior, self.buffers, aggregate, refusal, tuple(outcomes), figures, tuple(notes), bounded
         )
 
     def _aggregate(

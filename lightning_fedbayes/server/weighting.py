@@ -185,8 +185,7 @@ def normalised(values: Sequence[float] | Tensor, weighting: str | CohortWeights,
 
 def check_weighting(weighting: str | CohortWeights) -> None:
     """Raise FusionError, with the nearest name, unless ``weighting`` is known or a function."""
-    known = isinstance(weighting, str) and (weighting in PER_CLIENT or weighting in PER_COHORT)
-    if not callable(weighting) and not known:
+    if not callable(weighting):
         check_choice("weighting", weighting, [*PER_CLIENT, *PER_COHORT], error=FusionError)
 
 

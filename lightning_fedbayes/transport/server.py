@@ -18,7 +18,7 @@ from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods import Late, get_method
 from lightning_fedbayes.methods.method import PREFIX
 from lightning_fedbayes.server import RoundResult, Server
-from lightning_fedbayes.server.guard import USUAL, Safeguards
+from lightning_fedbayes.server.guard import USUAL, Safeguards, told_bounded
 from lightning_fedbayes.server.plan import Fraction, RoundPlan, choose_cohort
 from lightning_fedbayes.transport import calibration as calibrating
 from lightning_fedbayes.transport import log, messages
@@ -200,6 +200,7 @@ class Rounds:
         """
         server = self.running
         server.untold |= set(lost) & server.sites.keys()
+        server.hear({client: each.num_examples for client, each in answers.items() if isinstance(each, Message)})
         return self.fuse([server.admit(self.update_of(client, answers)) for client in sorted(asked)], server_round)
 
     def fuse(self, outcomes: Sequence[ClientOutcome], server_round: int) -> RoundResult:
@@ -224,6 +225,8 @@ class Rounds:
         good = {each.client for each in outcomes if each.error is None}
         self._own |= {client: update for client, update in self._sent.items() if client in good}
         self._sent = {client: update for client, update in self._sent.items() if client not in good}
+        if result.bounded:
+            rank_zero_info(f"Round {server_round}: {told_bounded(result.bounded)}")
         if result.refusal is not None:
             rank_zero_info(f"The old posterior stays, because the clients cannot be fused: {result.refusal}")
         self._log.end_round(result, self.numbers, max(self._at_hand, len(server.accepted)))

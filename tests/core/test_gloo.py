@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lightning_fedbayes import GaussianPosterior
+from lightning_fedbayes import GaussianPosterior, RoundPlan, Server
 from lightning_fedbayes.core.errors import FusionError
 from lightning_fedbayes.core.exchange import ALONE, Reduction, merge_statistics
 from lightning_fedbayes.core.gloo import GlooCollective
@@ -192,6 +192,23 @@ def test_fusion_does_not_depend_on_where_clients_are(both, name, weighting):
         assert result.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-12)
         assert (result.inferred, result.excluded.keys()) == (expected.inferred, expected.excluded.keys())
         torch.testing.assert_close(result.state, expected.state, rtol=1e-5, atol=1e-7)
+
+
+def test_numbers_of_examples_are_bounded_alike_in_every_process(here):
+    said = {update.client: update.num_examples for update in updates(8)}  # whose lower median is 14
+
+    def round_of(collective):
+        buffers = {"count": torch.tensor(0), "mean": torch.zeros(2)}
+        server = Server(posterior(99), buffers, fusion="weighted_average", collective=collective)
+        server.begin(RoundPlan(0, tuple(said)))
+        server.hear(said)
+        for update in updates(8):
+            if collective.size == 1 or update.client % COUNT == collective.rank:
+                server.admit(update)
+        return server.finish().weights, server.state_dict()["guard"]["claims"].tolist()
+
+    weights = {client: min(number, 28) / 139 for client, number in said.items()}
+    assert [round_of(ALONE), *everywhere(round_of, here)] == [(pytest.approx(weights), [*said.values()])] * 4
 
 
 def test_an_error_in_one_shard_is_raised_in_every_process(here):

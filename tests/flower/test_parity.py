@@ -218,6 +218,21 @@ def test_a_head_begins_anew_without_a_client_that_fails_on_the_way():
     assert_same_head(found, Asked().head.fit_clients(rest))
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_numbers_of_examples_are_bounded_as_in_one_process(fraction, tmp_path, caplog):
+    """Also in cohorts of four by what all have said last, and where the server is another one from round 4 on."""
+    partition, options = fb.SizesPartition((8, 8, 8, 8, 9, 9, 9, 31)), {"fraction": fraction, "seed": 3}
+    alone = fb.FederatedBayes(partition, fusion="fedavg", engine="sequential", **options)
+    with caplog.at_level("INFO"):
+        federate(Plain(), alone, 6, BlobData().train_dataloader())
+        for rounds in (3, 6):
+            strategy = FusionStrategy("fedavg", wait_for=8, checkpoint=tmp_path / "server.pt", **options)
+            run(LocalGrid(client_apps(8, Plain, partition=partition)), strategy, rounds, make=Plain)
+    assert_same(strategy, alone)
+    assert len([line for line in caplog.messages if "client 7 says 31, counts as 16. To believe" in line]) in (2, 3)
+    assert_equal(*(server.state_dict()["guard"] for server in (strategy.server, alone.federation.server)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [hybrid, Learned], ids=["layers", "IVON"])
 def test_a_bounded_client_keeps_what_the_server_has_counted_as_in_one_process(make, tmp_path):

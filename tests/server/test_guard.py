@@ -273,3 +273,76 @@ def test_honest_clients_count_in_full_in_the_end(order):
     moves, _ = without_rounds(order)
     assert min(moves) > (0 if len(order) > 100 else 0.999)
     assert moves[-30:] == pytest.approx([1.0] * 30)
+
+
+SAID = [3, 40, 20, 300_000_000, 10, 50, 21, 2]
+
+
+def counted(order, server, told=True, send=honest, said=SAID, beside=lambda client: {}):
+    """The result of a round of clients who say these numbers of examples."""
+    server.begin(RoundPlan(server.rounds, tuple(sorted(order)), clients=len(said)))
+    if told:
+        server.hear({client: said[client] for client in order})
+    for client in order:
+        assert server.admit(ClientUpdate(client, said[client], send(client).posterior, beside(client))).error is None
+    return server.finish()
+
+
+def sizes(client):
+    return {"size": torch.tensor(float(SAID[client]))}
+
+
+@pytest.mark.parametrize("fusion", ["weighted_average", "reverse_kl_barycenter", "geometric_median", "fedadam"])
+@pytest.mark.parametrize("order", [[*range(8)], [3, 1, 7, 0, 6, 2, 5, 4]])
+def test_no_number_of_examples_counts_as_more_than_twice_the_median_one(fusion, order):
+    """Of eight clients the lower median is 20. Buffers count alike. Who was told once is told no more."""
+    trusting = {"weighting": lambda facts: [each.num_examples for each in facts]}
+    bounded, believed, asked = (
+        Server(START, {"size": torch.zeros(())}, fusion=fusion, **options)
+        for options in ({}, {"safeguards": fb.Safeguards(max_influence=None)}, trusting)
+    )
+    result = counted(order, bounded, beside=sizes)
+    expected = counted(order, believed, said=[min(each, 40) for each in SAID], beside=sizes)
+    assert result.bounded == {3: "says 300,000,000, counts as 40", 5: "says 50, counts as 40"}
+    assert result.weights == pytest.approx(expected.weights)
+    assert_close(bounded.posterior, believed.posterior, 1e-5, 1e-7)
+    torch.testing.assert_close(bounded.buffers["size"], believed.buffers["size"])
+    assert [counted(order, each, beside=sizes).bounded for each in (bounded, asked)] == [{}, {}]
+
+
+@pytest.mark.parametrize("late", [None, FedBuff()])
+@pytest.mark.parametrize("told", [True, False])
+def test_numbers_of_few_clients_are_compared_with_what_all_have_said_last(late, told):
+    """4 clients of 8, the others, and 2 of them, at a server that was stored, too. Seven have a median of their own."""
+    servers = [Server(START, fusion="weighted_average", late=late) for _ in range(2)]
+    assert counted([4, 5, 6, 7], servers[0]).bounded == {}
+    assert ("counts as 40" in counted([0, 1, 2, 3], servers[0], told).bounded.get(3, "")) == told
+    servers[1].load_state_dict(servers[0].state_dict())
+    for server in servers:
+        assert counted([5, 3], server, told).weights == {3: 0.5, 5: 0.5}
+    assert torch.equal(*(server.state_dict()["guard"]["claims"] for server in servers))
+    seven = counted(range(1, 8), servers[0], told).weights
+    assert seven[3] / seven[1] == pytest.approx(42 / 40 if told and late is None else 1)
+    servers[0].begin(RoundPlan(4, (0,)))
+    servers[0].admit(honest(0))
+    with pytest.raises(FederationError, match="between begin and the first admit"):
+        servers[0].hear({})
+
+
+@pytest.mark.parametrize("rule", SUMS)
+def test_a_client_that_claims_a_million_times_its_examples_and_moves_as_far_counts_twice(rule):
+    """In the first round: 9 of length 1, and one of at most 2 · (1 + 2/√20) against them at a share of 2 / 11."""
+    server = Server(START, fusion=rule)
+    counted(range(10), server, send=lambda k: honest(k) if k else lie(k, -1e6), said=[10**7, *[10] * 9])
+    assert all(0.25 < length(server.posterior, name) < 1 for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "most"), [("train_size", (90 * 5 + 20 * 60) / 110), ("equal", (9 * 5 + 60) / 10)]
+)
+def test_steps_of_examples_that_do_not_count_do_not_count(weighting, most):
+    """5 steps of 10 examples, and a million times as many; a number may be 2 · (1 + 2) times as large by example."""
+    server = Server(START, fusion="fednova", weighting=weighting)
+    said = [10**7, *[10] * 9]
+    counted(range(10), server, said=said, beside=lambda k: {"method/steps": torch.tensor(said[k] / 2)})
+    assert float(server.buffers["method/steps"]) == pytest.approx(most)

@@ -111,6 +111,8 @@ class Course:
         waiting = tuple(Arrival(now, job.client, job.started) for job in self._jobs.values())
         self._turn = turn = self._turn._replace(arrivals=arrivals, waiting=waiting, time=now)
         self.server.begin(RoundPlan(round, turn.starts, clients=turn.clients, turn=turn).heard)
+        heard = [self._heard[client].message for client in due]
+        self.server.hear({each.client: each.num_examples for each in heard if isinstance(each, ClientUpdate)})
         outcomes = [self.server.admit(*self._heard[client]) for client in due]
         for each in outcomes:
             if each.error is not None:
