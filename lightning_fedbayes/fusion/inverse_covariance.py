@@ -226,7 +226,8 @@ class InverseCovarianceVB(_InverseCovariance):
     and uses coordinate ascent: ``printed`` does as it says.
 
     Args:
-        latent: number of latent features D: groups of clients with a common error. At most K − 1 are used, all with ``printed``.
+        latent: number of latent features D: groups of clients with a common error. At most K − 1 are used, with
+            ``printed`` all.
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
             geometric median, the start of the search.
