@@ -39,7 +39,8 @@ def main() -> None:
         start = previous.flatten()[0]
         for name in ITERATED:
             make = type(get_rule(name))
-            end = fb.fuse(make(), posteriors, previous=previous).flatten()[0]
+            last = make(max_iterations=ITERATIONS[-1])  # type: ignore[call-arg]
+            end = fb.fuse(last, posteriors, previous=previous).flatten()[0]
             for number in ITERATIONS:
                 rule = make(max_iterations=number)  # type: ignore[call-arg]
                 point = fb.fuse(rule, posteriors, previous=previous).flatten()[0]
@@ -50,7 +51,7 @@ def main() -> None:
         f"MNIST, all 10,000 test images; {GENUINE} genuine parties of {SIZE:,} examples and {MOST} adversaries who "
         f"send N(0, 1) in place of the parameters; SGD, rate {RATE}, {LOCAL_EPOCHS} local epochs, one round; engine "
         f"{engine}; seeds 0 to {arguments.seeds - 1}. First table: test accuracy after so many iterations. Second "
-        "table: distance to the estimate of the rule with its defaults, divided by that estimate's length."
+        "table: distance to the rule's estimate after the most iterations, divided by that estimate's length."
     )
     tables = [
         table("rule", titles, None, {_head(number): columns for number, columns in scores.items()}, digits)

@@ -241,7 +241,7 @@ class FederatedBayes(TrainsClients):
         with self._mistakes():
             checks.check_schedulers(trainer)
         if self._loader is None:
-            trainer.fit_loop.setup_data()
+            self._loop.setup_data()
 
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """Return the federation's loader for the user's training ``loader``."""

@@ -33,6 +33,9 @@ FLAT = 1e3
 OUTER, INNER = 2, 60
 """Number of updates of the features' posterior, and of quasi-Newton steps after each."""
 
+PRINTED = 100
+"""Number of times that the equations of the source are applied as they are printed."""
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -61,6 +64,40 @@ def least_squares(covariance: Tensor) -> Tensor:
     r"""Return :math:`\Phi^{-1} 1 / (1^\top \Phi^{-1} 1)`, shape (K,): generalised least squares, eq. (3)."""
     solution = torch.linalg.solve(covariance, torch.ones(len(covariance), dtype=covariance.dtype))
     return solution / solution.sum()
+
+
+def as_printed(products: Tensor, size: int, features: Tensor, steps: int = PRINTED) -> Tensor:
+    r"""Return the covariance of the clients' errors, (K, K), after ``steps`` times eq. (14) to (23) of the source.
+
+    .. math:: x_j = y + u^\top v_j + e_j, \quad e_j \sim N(0, \sigma^2), \qquad
+              \Phi = \sigma_u^2 V V^\top + \sigma^2 I
+
+    They begin with ``features`` V, (K, D), and with all variances at 1. Means are linear in the updates,
+    :math:`\bar y = \sum_j a_j x_j` and :math:`\bar u = \sum_j b_j x_j`, so that products are enough.
+    """
+    eye, each = (torch.eye(n, dtype=products.dtype) for n in features.shape[::-1])
+    signal = spread_u = spread_v = noise = torch.ones((), dtype=products.dtype)
+    covariances, of_u = eye.expand(len(each), -1, -1), torch.zeros_like(features)
+    for _ in range(steps):
+        precision = (1 / noise).expand(len(each))
+        doubt = 1 / (1 / signal + precision.sum())  # (14)
+        of_y = doubt * (precision - of_u @ (features.T @ precision))  # (15)
+        loadings = features * precision[:, None]
+        covariance = torch.linalg.inv(
+            eye / spread_u + (precision[:, None, None] * covariances).sum(0) + loadings.T @ features
+        )  # (16)
+        of_u = (loadings - torch.outer(of_y, loadings.sum(0))) @ covariance  # (17)
+        moments = covariance + of_u.T @ products @ of_u
+        covariances = torch.linalg.inv(eye / spread_v + size * precision[:, None, None] * moments)  # (18)
+        residual = each - of_y[:, None]  # column j: x_j - y
+        along = residual.T @ products @ of_u
+        features = size * precision[:, None] * (covariances @ along[..., None])[..., 0]  # (19)
+        squares = covariances + features[:, :, None] * features[:, None, :]
+        signal, spread_u = doubt + of_y @ products @ of_y, moments.diagonal().mean()  # (20), (21)
+        spread_v = squares.diagonal(dim1=1, dim2=2).mean()  # (22)
+        left = doubt + (residual * (products @ residual)).sum(0) - 2 * (along * features).sum(1)
+        noise = (left + (moments * squares).sum((1, 2))).mean()  # (23)
+    return spread_u * features @ features.T + noise * each
 
 
 def posterior_of_truth(latent: Latent) -> tuple[Tensor, Tensor]:
@@ -185,26 +222,39 @@ class InverseCovarianceVB(_InverseCovariance):
     :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`. With few parameters it stays at
     the average. ``benchmarks/untrusted`` has figures.
 
-    y and u are inferred jointly by L-BFGS on the free energy. The source factorises them and uses coordinate ascent,
-    which stays at nearly equal weights where clients share data.
+    y and u are inferred jointly by L-BFGS on the free energy. The source factorises them, has one σ² for all clients,
+    and uses coordinate ascent: ``printed`` does as it says.
 
     Args:
-        latent: number of latent features D: groups of clients with a common error. At most K − 1 are used.
+        latent: number of latent features D: groups of clients with a common error. At most K − 1 are used, with
+            ``printed`` all.
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
             geometric median, the start of the search.
+        printed: take :func:`as_printed` alone, from V ~ N(0, 1) and variances of 1 in the updates' own unit.
+            Independent adversaries take one feature each, so ``latent`` must be at least their number.
+        seed: of these draws.
 
     Source: [Untrusted] Algorithm 2, eq. (3), (8), (14) to (23).
     """
 
     by_progress: ClassVar[bool] = True
 
-    def __init__(self, latent: int = 2, memory: float = 1.0, floor: float = 1e-3) -> None:
+    def __init__(
+        self, latent: int = 2, memory: float = 1.0, floor: float = 1e-3, printed: bool = False, seed: int = 0
+    ) -> None:
         super().__init__(latent, memory, floor)
+        check_at_least("latent", latent, int(printed), error=FusionError)
+        self.printed, self.seed = printed, seed
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
         """Go from the average of clients that may hold y towards the estimate among them, as far as is certain."""
-        average = bounded_average(inferred.gram_about_last(distances), size)
+        products = inferred.gram_about_last(distances)
+        if self.printed:
+            drawn = torch.Generator().manual_seed(self.seed)
+            features = torch.randn(len(products), self.latent, generator=drawn, dtype=torch.float64)
+            return least_squares(as_printed(products, size, features))
+        average = bounded_average(products, size)
         holders = average > 0
         points = torch.cat([holders, torch.ones(1, dtype=torch.bool)])
         among, begin = distances[points][:, points], average[holders]

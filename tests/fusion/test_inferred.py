@@ -257,7 +257,7 @@ def slow_mle(x):
     """Eq. (6) and (7) on the data themselves, with the floor that belongs to the method."""
     y = slow_geometric_median(x)
     floor = 0.01 * (x - y).square().mean(1).sort().values[len(x) // 4]
-    for _ in range(2000):
+    for _ in range(4):
         variance = (x - y).square().mean(1).clamp_min(floor)
         y = (x / variance[:, None]).sum(0) / (1 / variance).sum()
     return y
@@ -338,12 +338,13 @@ def test_shares_approach_the_oracle_as_parameters_grow():
 
 
 def test_maximum_likelihood_believes_the_best_client_too_much():
-    """Its likelihood is unbounded there; the floor is what stops it."""
+    """Its likelihood is unbounded there; few iterations or the floor are what stops it."""
     _, updates = independent(NOISE, 10_000)
-    shares = InverseVarianceMLE().infer(distances_of(updates), 10_000)[1]
+    shares = InverseVarianceMLE(max_iterations=1000).infer(distances_of(updates), 10_000)[1]
+    assert shares[0] > InverseVarianceMLE().infer(distances_of(updates), 10_000)[1][0]
     assert shares[0] > 1.3 * InverseVarianceVB().infer(distances_of(updates), 10_000)[1][0]
     assert shares[0] < 0.99
-    assert InverseVarianceMLE(floor=1e-6).infer(distances_of(updates), 10_000)[1][0] > 0.99
+    assert InverseVarianceMLE(floor=1e-6, max_iterations=1000).infer(distances_of(updates), 10_000)[1][0] > 0.99
 
 
 def test_prior_pulls_an_update_that_noise_drowns_to_the_previous_model():

@@ -102,6 +102,56 @@ def test_features_satisfy_their_equation_where_the_search_ends():
     torch.testing.assert_close(expected[..., 0], model.features, rtol=1e-3, atol=1e-3)
 
 
+def slow_printed(x, features, steps):
+    """Eq. (14) to (23) one after the other, on the data themselves: every parameter is a task."""
+    clients, size = x.shape
+    count = features.shape[1]
+    y_variance = u_variance = v_variance = noise = 1.0
+    u, v = torch.zeros(size, count, dtype=torch.float64), features
+    spread_v = torch.eye(count, dtype=torch.float64).repeat(clients, 1, 1)
+    for _ in range(steps):
+        y_spread = 1 / (1 / y_variance + sum(1 / noise for _ in x))
+        y = y_spread * sum((x[j] - u @ v[j]) / noise for j in range(clients))
+        squares = sum((spread_v[j] + torch.outer(v[j], v[j])) / noise for j in range(clients))
+        spread_u = torch.linalg.inv(torch.eye(count, dtype=torch.float64) / u_variance + squares)
+        u = sum(torch.outer(x[j] - y, v[j]) / noise for j in range(clients)) @ spread_u
+        moments = size * spread_u + u.T @ u
+        spread_v = torch.stack(
+            [torch.linalg.inv(torch.eye(count, dtype=torch.float64) / v_variance + moments / noise) for _ in x]
+        )
+        v = torch.stack([spread_v[j] @ u.T @ (x[j] - y) / noise for j in range(clients)])
+        y_variance = y_spread + float((y**2).mean())
+        u_variance = float(moments.trace()) / (count * size)
+        v_variance = (
+            sum(float((spread_v[j] + torch.outer(v[j], v[j])).trace()) for j in range(clients)) / count / clients
+        )
+        total = 0.0
+        for j in range(clients):
+            of_both = float((moments * (spread_v[j] + torch.outer(v[j], v[j]))).sum())
+            residual = x[j] - y
+            total += size * y_spread + residual @ residual - 2 * residual @ (u @ v[j]) + of_both
+        noise = float(total) / (clients * size)
+    return u_variance * v @ v.T + noise * torch.eye(clients, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_printed_equations_on_products_are_those_on_the_data(steps):
+    _, updates = independent([0.2, 0.3, 0.5, 0.8, 2.0], 40)
+    features = normal(5, 2, seed=7)
+    found = icov.as_printed(updates @ updates.T / 40, 40, features, steps)
+    torch.testing.assert_close(found, slow_printed(updates, features, steps))
+
+
+def test_printed_equations_need_a_feature_for_each_adversary():
+    """One noise variance for all: noise without a feature of its own counts as much as anybody."""
+    truth, updates = independent([0.1] * 5, 8000)
+    sent = point_masses(torch.cat([updates, 10 * normal(5, 8000, seed=9)]))
+    four, five = (
+        error(fuse(InverseCovarianceVB(count, printed=True), sent, previous=origin(8000)), truth) for count in (4, 5)
+    )
+    assert five < 0.5 * four
+
+
 @pytest.mark.parametrize(("shares", "latent"), [(FOUR_SHARE, 1), (FOUR_SHARE, 2), (TWO_GROUPS, 2)])
 def test_clients_that_share_data_count_once(shares, latent):
     """Proposition 2: close to generalised least squares with the true covariance, eq. (5), and far from ivar."""

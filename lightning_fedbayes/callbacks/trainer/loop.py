@@ -139,6 +139,10 @@ class FitLoop:
 
         self._undo.callback(forget)
 
+    def setup_data(self) -> None:
+        """Let the Trainer ask for its training loader now."""
+        self._fit.setup_data()
+
     @property
     def limits(self) -> dict[str, Any]:
         """Most batches of each client, and most clients in a round: two with ``fast_dev_run``."""
