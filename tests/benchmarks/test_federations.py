@@ -88,12 +88,6 @@ def test_several_files_are_one_federation(table, tmp_path):
         assert all(map(torch.equal, parts.test, apart.clients[name].test))
     each = from_csv(files, None, **options)
     assert [sum(len(part.targets) for part in parts) for parts in each.clients.values()] == [60, 32]
-    (tmp_path / "third.csv").write_text("town,ill\na,yes")
-    with pytest.raises(SystemExit, match=r"third.csv: there is no column row, age, sex, cost;"):
-        from_csv([*files, tmp_path / "third.csv"], "town", **options)
-    (tmp_path / "third.csv").write_text(head)
-    with pytest.raises(SystemExit, match=r"third.csv has no rows"):
-        from_csv([tmp_path / "third.csv"], "town", **options)
 
 
 def test_the_command_goes_on_where_it_stopped_and_writes_a_page(table, tmp_path, capsys):

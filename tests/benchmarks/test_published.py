@@ -9,7 +9,6 @@ from benchmarks.federations.published import STUDIES, UNPASSED
 from benchmarks.published import OTHER, rows, sources
 from benchmarks.uci.scores import published
 from benchmarks.untrusted.report import PUBLISHED
-from lightning_fedbayes.core.errors import FederationError
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -114,5 +113,3 @@ def test_benchmarks_read_the_file():
     assert "icov_mle" not in PUBLISHED["shakespeare"]
     heart = STUDIES["Fed-Heart, FLamby's settings"].methods
     assert heart["cyclic"] == heart[UNPASSED] == (0.7850, 0.0123)
-    with pytest.raises(FederationError, match=r"no table 'fbdl table 6'; did you mean 'fbdl table"):
-        rows("fbdl table 6")

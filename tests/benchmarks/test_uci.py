@@ -24,7 +24,6 @@ from benchmarks.uci.readings import PREDICTIONS, STARTS, TARGETS, compare, start
 from benchmarks.uci.report import Store
 from benchmarks.uci.sets import UCIDataModule
 from benchmarks.uci.training import Plan
-from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.data import labels_of
 from lightning_fedbayes.metrics.functional import gaussian_crps, gaussian_nll
 from lightning_fedbayes.modules import mlp
@@ -141,69 +140,6 @@ def test_ten_clients_learn_from_it_and_the_checkpoint_is_plain(folder, tmp_path)
     trainer.save_checkpoint(tmp_path / "federation.ckpt")
     checkpoint = torch.load(tmp_path / "federation.ckpt", weights_only=True)
     assert checkpoint["datamodule_hyper_parameters"]["dataset"] == "toy"
-
-
-def replace(folder, file, text):
-    (folder / file).write_text(text)
-
-
-def drop_lines(folder, file, number):
-    lines = (folder / file).read_text().splitlines()
-    replace(folder, file, "\n".join(lines[:-number]) + "\n")
-
-
-def spoil(folder, row, column, text):
-    lines = [line.split() for line in (folder / "data.txt").read_text().splitlines()]
-    lines[row][column] = text
-    replace(folder, "data.txt", "\n".join(map(" ".join, lines)))
-
-
-def overlap(folder):
-    path = folder / "index_test_0.txt"
-    path.write_text(path.read_text() + f"{indices_of(folder, 'train')[0]}\n")
-
-
-def constant_target(folder):
-    rows = values_of(folder)
-    rows[:, 3] = 3.0
-    write(folder / "data.txt", rows.tolist())
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: spoil(f, 4, 2, "NaN"), r"data.txt holds no number, or one that is not finite"),
-        (lambda f: spoil(f, 0, 0, "female"), r"data.txt: could not convert string 'female'"),
-        (lambda f: (f / "index_test_0.txt").unlink(), r"no file .*index_test_0.txt"),
-        (lambda f: drop_lines(f, "data.txt", 3), r"index_\w+_0.txt names \d+ .*data.txt has 37 examples.*truncated"),
-        (lambda f: drop_lines(f, "index_train_0.txt", 3), r"split 0: 3 of 40 examples are neither .* truncated"),
-        (overlap, r"split 0: 1 examples are in training and in test, such as \d+; a score"),
-        (lambda f: replace(f, "index_test_0.txt", "40\n"), r"index_test_0.txt names 40 and 0 more"),
-        (lambda f: replace(f, "index_test_0.txt", "3\n5\n3\n"), r"index_test_0.txt names 3 twice"),
-        (lambda f: replace(f, "index_target.txt", "2\n3\n"), r"index_target.txt names 2 columns; name the one"),
-        (lambda f: replace(f, "index_target.txt", "5\n"), r"index_target.txt names 5 .* 5 columns, numbered 0 to 4"),
-        (lambda f: replace(f, "index_target.txt", "4\n"), r"column 4 is the target and a feature"),
-        (constant_target, r"the target is 3 in all 32 training examples, so there is nothing to learn"),
-    ],
-)
-def test_a_damaged_folder_is_refused_before_training(folder, damage, message):
-    damage(folder)
-    with pytest.raises(FederationError, match=message):
-        ready(folder)
-
-
-def test_arguments_that_cannot_be(folder, tmp_path):
-    sets = folder.parents[1]
-    for where, name, options, says in (
-        (sets, "tory", {}, r"dataset='tory': did you mean 'toy'\? Known: toy"),
-        (sets, "toy", {"split": 3}, "split=3: toy has 3 splits, numbered 0 to 2"),
-        (sets, "toy", {"split": -1}, "split=-1"),
-        (sets, "toy", {"validation_fraction": 0.0}, r"in \(0, 1\); None"),
-        (tmp_path / "nowhere", "toy", {}, "there is no directory"),
-        (folder.parent, "toy", {}, "holds no data set, but data; give the directory that holds"),
-    ):
-        with pytest.raises(FederationError, match=says):
-            UCIDataModule(where, name, **options)
 
 
 RESULTS = Path(run.__file__).parent / "results"

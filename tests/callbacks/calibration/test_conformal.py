@@ -213,7 +213,7 @@ def test_the_bound_is_that_of_the_median_client(caplog):
     del scores["4"]
     with caplog.at_level(logging.INFO):
         threshold = FederatedConformal(level).fit({**scores, "4": filled(1023, 18_000)}).threshold
-    assert "the scores of client 4 stand out, and count for at most 2 times" in caplog.text
+    assert "the scores of client 4 stand out, and count for at most max_influence=2 times" in caplog.text
     excess = [float((each < threshold).sum() - level * 180) for each in scores.values()]
     bound = 2 * (sorted([*map(abs, excess), math.inf])[5] + 2 * math.sqrt(level * (1 - level) * 180))
     assert sum(excess) == pytest.approx(bound + level, abs=4)  # a cell holds 1.6 scores
