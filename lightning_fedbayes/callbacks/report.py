@@ -26,8 +26,7 @@ from lightning_fedbayes.core.tables import MOST_ROWS, badness_of, markdown_table
 from lightning_fedbayes.data.clients import Clients
 from lightning_fedbayes.layers import BayesianLayer, gaussian_parameters
 from lightning_fedbayes.layers.kl import KLWatch
-from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult
-from lightning_fedbayes.server.guard import told_bounded
+from lightning_fedbayes.server import HELD_OUT_LOSS, RoundResult, told_bounded
 
 Figures = Mapping[str, float]
 DTYPES = {"l": torch.int64, "b": torch.int8, "d": torch.float64}

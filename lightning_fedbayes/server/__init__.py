@@ -2,6 +2,7 @@
 
 from lightning_fedbayes.server.guard import USUAL as USUAL
 from lightning_fedbayes.server.guard import Safeguards as Safeguards
+from lightning_fedbayes.server.guard import told_bounded as told_bounded
 from lightning_fedbayes.server.schedule import Asynchronous as Asynchronous
 from lightning_fedbayes.server.schedule import Delays as Delays
 from lightning_fedbayes.server.server import HELD_OUT_LOSS as HELD_OUT_LOSS
