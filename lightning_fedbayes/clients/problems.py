@@ -419,7 +419,8 @@ def default_fusion(
     elif kept > MOST_KEPT and settings.kept.folder is None:
         obstacle = f"sites of {num_clients} clients would take {kept / 2**30:.1f} GiB: give keep=fb.Kept(folder=...)"
     if obstacle is not None:
-        return Averaging(), f"an average, 'reverse_kl_barycenter', since {obstacle}"
+        average = "an average" if layers or sourced else "federated averaging"
+        return Averaging(), f"{average}, 'reverse_kl_barycenter', since {obstacle}"
     means, stds = ({name: prior[i] for name, prior in normal.items()} for i in range(2))
     of_all = [next(iter(each.values())) if len({*each.values()}) == 1 else each for each in (means, stds)]
     return Sites(*of_all), "sites, which count every client's data once"
