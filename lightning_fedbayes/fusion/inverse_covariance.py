@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number
+from lightning_fedbayes.core.errors import FusionError, check_at_least, check_flag, check_number
 from lightning_fedbayes.fusion import inferred
 from lightning_fedbayes.fusion.registry import register_fusion
 
@@ -244,7 +244,9 @@ class InverseCovarianceVB(_InverseCovariance):
         self, latent: int = 2, memory: float = 1.0, floor: float = 1e-3, printed: bool = False, seed: int = 0
     ) -> None:
         super().__init__(latent, memory, floor)
+        check_flag("printed", printed, error=FusionError)
         check_at_least("latent", latent, int(printed), error=FusionError)
+        check_at_least("seed", seed, 0, 2**63 - 1, error=FusionError)
         self.printed, self.seed = printed, seed
 
     def solve(self, distances: Tensor, size: int) -> Tensor:
