@@ -2,7 +2,7 @@
 
     python -m benchmarks.posterior.laplace [--seeds 3]
 
-Two federations of digits: the example of docs/own_network.md (five IID clients, sites, ten rounds), and the classes 0
+Two federations of digits: the example of docs/uncertainty.md (five IID clients, sites, ten rounds), and the classes 0
 to 7 under Dirichlet(0.5), ten clients, averaged, 20 rounds. Every row predicts by the network linearised at the mean
 of the last round. "pooled, full" keeps all correlations between the parameters and chooses its prior by the evidence;
 no federation has it. About a minute per seed on one core.

@@ -94,7 +94,7 @@ CASES = {
     "SCAFFOLD of cohorts": (Plain, {"fusion": "scaffold", **HALF}, {"fusion": "scaffold"}),
     "FedNova": (hybrid, {"fusion": "fednova"}, {"fusion": "fednova", "local_epochs": 2}),
     "Ditto of cohorts": (hybrid, {"fusion": "ditto", **HALF}, {"fusion": "ditto", "local_epochs": 2}),
-    "the method of docs/methods.md": (hybrid, {**PAGE, **HALF}, {**PAGE, "local_epochs": 2}),
+    "the method of docs/extend.md": (hybrid, {**PAGE, **HALF}, {**PAGE, "local_epochs": 2}),
     "measured noise": (Measured, HALF, {"local_epochs": 3}),
     "local buffers": (hybrid, {}, {"buffers": "local"}),
     "frozen buffers": (hybrid, {}, {"buffers": "frozen"}),

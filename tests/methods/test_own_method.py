@@ -1,4 +1,4 @@
-"""The method that docs/methods.md writes, as it stands there: on both engines, resumed, with privacy, and its limit."""
+"""The method that docs/extend.md writes, as it stands there: on both engines, resumed, with privacy, and its limit."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning_fedbayes.core.errors import FederationError, FusionError
 from lightning_fedbayes.methods import Averaging, Ditto, FedProx, Quadratic, Report, Scaffold, unregister_method
 from tests.federations import FEATURES, Plain, assert_close, bayesian, federate, loader, quiet_checkpoints, saving
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
 @pytest.fixture
@@ -138,14 +138,11 @@ def test_sites_are_no_rule_of_another_method(method):
     assert isinstance(FederationSettings(fusion="sites").method, fb.Sites)
 
 
-EXTEND = Path(__file__).parents[2] / "docs" / "extend.md"
-
-
 def own_source():
-    blocks = re.findall(r"```python\n(.*?)```", EXTEND.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (code,) = [block.split("\n\n\nnetwork = ")[0] for block in blocks if "PosteriorSource" in block]
     space: dict = {"__name__": "page"}
-    exec(compile(code, str(EXTEND), "exec", dont_inherit=True), space)
+    exec(compile(code, str(PAGE), "exec", dont_inherit=True), space)
     return space["Travelled"]()
 
 

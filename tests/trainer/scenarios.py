@@ -119,8 +119,8 @@ DESCENDS = partial(fb.HybridBayesianClassifier, optimizer=partial(torch.optim.SG
 
 
 def of_the_page():
-    """What docs/methods.md defines."""
-    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    """What docs/extend.md defines."""
+    page = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
     space = {"__name__": "page"}
     code = page.split("```python\n")[1].split("# -- use it")[0].replace('@fb.register_method("my_feddyn")\n', "")
     exec(compile(code, "page", "exec", dont_inherit=True), space)

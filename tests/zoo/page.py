@@ -1,4 +1,4 @@
-"""Prints docs/what_works.md, with the table made from the cases: ``python -m tests.zoo.page``."""
+"""Prints CASES.md, with the table made from the cases: ``python -m tests.zoo.page``."""
 
 from itertools import groupby
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.zoo.case import EQUAL, Case
 from tests.zoo.cases import CASES
 
-PAGE = Path(__file__).parents[2] / "docs" / "what_works.md"
+PAGE = Path(__file__).parent / "CASES.md"
 HEAD = "| | by both engines | one after another; refused as a stack | refused |\n|---|---|---|---|\n"
 
 
