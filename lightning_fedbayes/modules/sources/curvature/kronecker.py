@@ -59,7 +59,7 @@ class KroneckerLaplace:
 
     ::
 
-        one_shot = fb.KroneckerLaplace(prior_std=0.1)
+        one_shot = fb.KroneckerLaplace(fb.Laplace(prior_std=0.1))
         sites = [one_shot.site(network, loader) for network, loader in clients]   # at each client, after its training
         posterior = one_shot.fuse(sites)                                          # at the server
         predictive = fb.PosteriorPredictive(network, posterior)
