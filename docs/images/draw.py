@@ -1,4 +1,4 @@
-"""Draw fusion.png and epoch.png of docs/first_hour, and round.svg: ``python docs/images/draw.py``."""
+"""Draw fusion.png, epoch.png, privacy.png and round.svg: ``python docs/images/draw.py``."""
 
 from __future__ import annotations
 
@@ -80,6 +80,32 @@ def epoch() -> Figure:
         axes.set_ylabel(title, rotation=0, ha="right", va="center")
         _bare(axes)
     two.set_xlabel("time within one epoch: every box is an optimizer step of one client")
+    return figure
+
+
+def privacy() -> Figure:
+    """Accuracy by ε, of the tables in benchmarks/privacy/README.md; dotted: without privacy."""
+    lines = (FOLDER.parents[1] / "benchmarks" / "privacy" / "README.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    figure = Figure(figsize=(9.0, 3.4), dpi=DPI, layout="constrained")
+    clients, examples = figure.subplots(1, 2, sharey=True)
+    for axes, title, curves in (
+        (clients, "UpdatePrivacy, 300 clients", (("log_variance_average", "no"), ("conflation", "yes"))),
+        (examples, "ExamplePrivacy, five clients", (("Bayesian",), ("deterministic",))),
+    ):
+        for colour, (name, *widened) in zip(PALETTE, curves):
+            found = [row for row in rows if row[0] == name and row[2] in (widened or row[2])]
+            points = {row[-4]: float(row[-3].split()[0]) for row in found if row[-4] != "∞"}
+            x = [float(epsilon) for epsilon in points]
+            label = f"{name}, widened" if widened == ["yes"] else name
+            axes.semilogx(x, [*points.values()], "o-", color=colour, label=label)
+            axes.set_xticks(x, [*points])
+            axes.set_xticks([], minor=True)
+            (free,) = (row for row in rows if row[0] == name and row[1] == "no privacy")
+            axes.axhline(float(free[-3].split()[0]), color=colour, linestyle=":")
+        axes.set(title=title, xlabel="ε of the whole run", ylim=(0, 1))
+        axes.legend(frameon=False, loc="lower right")
+    clients.set_ylabel("accuracy, digits")
     return figure
 
 
@@ -166,5 +192,6 @@ if __name__ == "__main__":
     for axes in figure.axes:
         axes.set_xticks([])
     figure.savefig(FOLDER / "epoch.png")
+    privacy().savefig(FOLDER / "privacy.png")
     with mpl.rc_context({"svg.hashsalt": "round", "svg.fonttype": "none"}):
         way().savefig(FOLDER / "round.svg", metadata={"Date": None})
