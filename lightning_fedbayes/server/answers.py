@@ -45,10 +45,9 @@ WEIGHT, TO_MODEL, TO_OTHERS, OF_MOVES, OF_MODEL, OF_OTHERS, LENGTH, OUT = range(
 def remembered(kind: str, memory: Mapping[str, Tensor], heard: Mapping[int, Tensor], bound: float) -> dict[str, Tensor]:
     """Return what is known after a round of the answers of a ``kind``, by names as in ``memory``.
 
-    ``heard``: client → its move and the model that it started from, (2, entries). Clients that are not left out of a
-    round answer within ``bound``.
+    ``heard``: client → its move and the model that it started from, (2, entries). ``bound``: ``max_influence``.
     """
-    finite = {client: pair for client, pair in sorted(heard.items()) if bool(pair.isfinite().all())}
+    finite = {client: pair for client, pair in sorted(heard.items()) if math.isfinite(float(pair.square().sum()))}
     clients = memory.get(f"{kind} clients", torch.empty(0, dtype=torch.int64))
     known = memory.get(f"{kind} known", torch.empty(0, OUT + 1, dtype=torch.float64))
     means = memory.get(f"{kind} means", torch.empty(0, 3, 0))

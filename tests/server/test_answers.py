@@ -23,7 +23,18 @@ def clients_of(seed, alike=0.0):
     return curvatures, torch.randn(CLIENTS, SIZE, dtype=torch.float64, generator=draws), draws
 
 
-def run(seed, lies, rounds=20, noise=0.05, server=None, until=1000, scale=1.0, every=1, fusion="weighted_average"):
+def run(
+    seed,
+    lies,
+    rounds=20,
+    noise=0.05,
+    server=None,
+    until=1000,
+    scale=1.0,
+    every=1,
+    fusion="weighted_average",
+    first=None,
+):
     """Return client → rounds in which it is left out, and the server. ``lies``: client → factor of its moves."""
     curvatures, optima, draws = clients_of(seed, 0.5)
     server, out = server or Server(START, fusion=fusion), {}
@@ -37,6 +48,7 @@ def run(seed, lies, rounds=20, noise=0.05, server=None, until=1000, scale=1.0, e
             errors = noise * torch.randn(SIZE, dtype=torch.float64, generator=draws)
             move = scale * 0.5 * (-curvatures[client] @ (at - optima[client]) + errors)
             move *= lies.get(client, 1.0) if round < until else 1.0
+            move *= 1e200 if client in lies and round == first else 1.0
             if server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None))).error is not None:
                 out.setdefault(client, []).append(round)
         server.finish()
