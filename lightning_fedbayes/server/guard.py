@@ -43,7 +43,8 @@ class Safeguards:
     Args:
         min_clients: quorum: a round with fewer valid updates fails and leaves the global posterior as it was. A round
             that the rule cannot fuse fails, too.
-        max_failed_rounds: after this many failed rounds in a row the run stops with an error.
+        max_failed_rounds: after this many failed rounds in a row the run stops with an error; without rounds, after as
+            many messages as they have clients.
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
             Of sites it bounds the whole site, and its change; without rounds, all messages in the time of the median

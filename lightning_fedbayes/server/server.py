@@ -161,7 +161,7 @@ class Server:
         self._shared = Shared(posterior)
         self._aggregations: dict[str, Aggregation] = {}
         self._hearing: Guard | None = None  # the guard, if it bounds numbers of examples
-        self._watches = False  # whether it compares answers
+        self._watches, self._part = False, 1.0  # whether answers are compared; share of all clients in a fusion
         self._bounded: set[int] = set()
         self._outcomes: dict[int, ClientOutcome] = {}
         self._started: dict[int, int] = {}
@@ -188,6 +188,7 @@ class Server:
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         sent = {name: tensors[name] for name in method.sent or tensors} if method.sends else {}
         previous, bound, guard = self.posterior, self.safeguards.max_influence, None
+        self._part = 1.0 if self.versions is None else len(plan.cohort) * share  # of a round's clients
         if method.sends_means:
             previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
@@ -196,8 +197,7 @@ class Server:
             if is_new:
                 self.sites, self.untold = {}, set()
             counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-            part = 1.0 if self.versions is None else len(plan.cohort) * share
-            options = bound, self._memory, share == 1, part
+            options = bound, self._memory, share == 1, self._part
             of_round = previous, self._probabilistic, counted_of, self._counted_of is None
             guard = guard_of(method, self._shared, sent, *of_round, options)
         self._hearing = None if method.adds or method.totals else guard
@@ -334,7 +334,7 @@ class Server:
         }
         self.history.append(figures)
         round, self._plan, self._aggregations = self._plan.round, None, {}
-        if self.failed_rounds >= self.safeguards.max_failed_rounds:
+        if self.failed_rounds * self._part >= self.safeguards.max_failed_rounds:
             raise self.failure(refusal, outcomes)
         bounded = {client: f"says {number:,}, counts as {most:,g}" for client, number in claims.items()}
         return RoundResult(
