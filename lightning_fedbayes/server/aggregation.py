@@ -336,13 +336,14 @@ class Aggregation:
         counted = [] if self.guard is None else [self.guard.counted]
         if self.guard is not None and self.guard.tells:
             counted = self.collective.all_gather(counted[0])
+        parts = torch.tensor(list(shares.values()), dtype=torch.float64)
         apart_within = float(apart.get("disagreement", 0.0)) + float(apart["within"])
         return Aggregate(
             fused.posterior,
             buffers=self._buffers.averages(buffers, of_all if self._streams else 1.0),
             weights=shares,
             metrics={
-                "effective_clients": weighing.effective_clients(list(shares.values())),
+                "effective_clients": float(parts.sum().square() / parts.square().sum()),  # Kish's number
                 "disagreement": apart_within / float(apart["weight"]) / max(1, self.previous.num_parameters),
                 **mean_variance(fused.posterior),
                 **fused.figures,

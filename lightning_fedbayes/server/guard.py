@@ -29,7 +29,9 @@ from torch import Tensor
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number, listed
 from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
+from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import joined, split
+from lightning_fedbayes.server.answers import DECAY, FEWEST, KINDS, OUT, entries_of, remembered
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Safeguards:
     Args:
         min_clients: quorum: a round with fewer valid updates fails and leaves the global posterior as it was. A round
             that the rule cannot fuse fails, too.
-        max_failed_rounds: after this many failed rounds in a row the run stops with an error.
+        max_failed_rounds: after this many failed rounds in a row the run stops with an error; without rounds, after as
+            many messages as they have clients.
         max_influence: a client's update, tensor by tensor, counts as at most this multiple of the median client's, in
             its length and in how sure or vague it is. The guard clips what is beyond and refuses impossible variances.
             Of sites it bounds the whole site, and its change; without rounds, all messages in the time of the median
@@ -65,16 +68,10 @@ USUAL = Safeguards()
 MOST_CHANGE = 1e12
 """Factor by which a variance may change in one round, for σ a million. Honest clients have reached 2.6e8 (initial σ
 1e-4, Adam at rate 0.1, 20 local epochs)."""
-FEWEST = 7
-"""Least number of clients for a median: three bad ones are a minority among them, and fewer honest clients, of few
-batches each, may differ by more than ``max_influence``. So many wait for one another before any is added to sums. Of
-small networks twice as many wait, or :data:`MOST_MEASURED` entries of them, and are measured together."""
 FEW = 2.0
 """Factor by which the bound is wider with fewer clients."""
 RANKED = 3
 """Least number of clients for which the second largest size bounds the largest."""
-DECAY = 0.9
-"""Factor by which sizes of earlier rounds fade in every round, where there are few clients."""
 MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
 REMEDY = "training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
@@ -105,6 +102,7 @@ class Limits:
 class Guard:
     """Measures updates against the global posterior of a round, refuses impossible variances and clips sizes.
 
+    ``heard`` are answers of this round, see :mod:`~lightning_fedbayes.server.answers`: kind → client → answer.
     ``probabilistic`` names the tensors to which the network gives a variance. ``memory`` is the round before's: its
     "sizes" are usual lengths of whole updates, (kinds of lengths,). ``is_alone``: there is a single client. ``part`` is
     the share of all clients in a fusion without rounds. ``counted`` is what a client has to keep. ``most_examples`` is
@@ -143,6 +141,11 @@ class Guard:
         times = sorted(each[0] for each in paces)
         self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
         self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
+        self.heard: dict[str, dict[int, Tensor]] = {KINDS[0]: {}}
+        self._opposed = set[int]()
+        for kind in KINDS:
+            known = self.memory.get(f"{kind} known", torch.empty(0, OUT + 1))
+            self._opposed.update(self.memory.get(f"{kind} clients", known[:, 0])[known[:, OUT] > 0].tolist())
         self.is_alone = is_alone
         self.is_deterministic = previous.is_point_mass
         if self.is_deterministic:
@@ -161,11 +164,13 @@ class Guard:
         """The means of a deterministic network as one vector, which a large one seldom needs."""
         return self.previous.flatten()[0]
 
-    def hear(self, said: Mapping[int, int], keep: bool = False) -> None:
+    def hear(
+        self, said: Mapping[int, int], answers: Sequence[Mapping[str, Mapping[int, Tensor]]] | None = None
+    ) -> None:
         """Bound numbers of examples by the lower median of what the round's clients have ``said``, client → number.
 
         Without rounds, or of few clients, by that of what all have said last. Fewer than :data:`FEWEST` have no bound.
-        ``keep`` notes what they have said for later rounds.
+        After a round, with the ``answers`` :attr:`heard` in each process, it notes both for later rounds.
         """
         now = torch.tensor(sorted(said), dtype=torch.int64)
         claims = torch.tensor([said[client] for client in sorted(said)], dtype=torch.float64)
@@ -176,8 +181,23 @@ class Guard:
         numbers = claims if self.part == 1 and len(said) >= FEWEST else everyone
         median = float(numbers.median()) if len(numbers) >= FEWEST else 0.0
         self.most_examples = self.max_influence * median if median > 0 else math.inf
-        if keep:
-            self.memory.update(claimants=torch.cat([known[silent], now]), claims=everyone)
+        if answers is None:
+            return
+        self.memory.update(claimants=torch.cat([known[silent], now]), claims=everyone)
+        for kind in self.heard:
+            heard = {client: pair for each in answers for client, pair in each[kind].items()}
+            if heard:
+                self.memory |= remembered(kind, self.memory, heard, self.max_influence)
+
+    def watch(self, sent: ClientUpdate, started: GaussianPosterior) -> None:
+        """Note how a client answers the model that it ``started`` from. Raise FusionError if it opposes the others."""
+        client, names = sent.client, started.names
+        check_structure(sent.posterior, started, f"client {client}")
+        model = entries_of(started.mean, names)
+        self.heard[KINDS[0]][client] = torch.stack([entries_of(sent.posterior.mean, names) - model, model])
+        if client in self._opposed:
+            what = "answers changes of the global model as if it sent the opposite of its result"
+            raise FusionError(f"client {client}: it {what}, other than most. Check its {REMEDY}")
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances of client ``who`` that cannot come from training.
@@ -225,15 +245,16 @@ class Guard:
         at_once = max(1, MOST_MEASURED // max(1, sum(self._lengths)))
         found = []
         for start in range(0, len(clients), at_once):
-            means, variances = zip(*clients[start : start + at_once])
+            several = at_once > 1 and len(clients) > start + 1  # a single one is not copied
+            rows = [torch.stack(each) if several else each[0][None] for each in zip(*clients[start : start + at_once])]
             if self.is_deterministic:  # tensor by tensor: a vector of all differences would not stay in the cache
-                pairs = zip(self._parts(_rows(means)), self._parts(self._mean[None]))
+                pairs = zip(self._parts(rows[0]), self._parts(self._mean[None]))
                 shift = torch.stack([torch.linalg.vector_norm(part - before, dim=1) for part, before in pairs], 1)
                 found.append(torch.stack([shift, shift, torch.ones_like(shift), torch.ones_like(shift)], 1))
                 continue
-            difference = _rows(means) - self._mean
+            difference = rows[0] - self._mean
             shift = self._norms(difference)
-            ratio = self._ratio(_rows(variances))
+            ratio = self._ratio(rows[1])
             parts = self._parts(ratio)
             least, most = (torch.stack([extreme(part, 1) for part in parts], 1) for extreme in (torch.amin, torch.amax))
             found.append(torch.stack([shift, self._norms(difference.div_(ratio)), 1 / least, most], 1))
@@ -385,6 +406,16 @@ class TensorsGuard(Guard):
         zero = GaussianPosterior.point_mass({name: torch.zeros_like(sent[name]) for name in self._names})
         past = {"sizes": self.memory["beside"]} if "beside" in self.memory else {}
         self._beside = Guard(zero, (), self.max_influence, past, *options[4:])
+        own = {name: value.shape for name, value in self.previous.mean.items()}
+        self._moved = [name for name, value in split(dict(sent))[1].items() if own.get(name) == value.shape]
+        if self._moved and not self.tells:  # changes of what is kept are no answers to the model
+            self.heard[KINDS[1]] = {}
+
+    def watch(self, sent: ClientUpdate, started: GaussianPosterior) -> None:
+        if KINDS[1] in self.heard:
+            pair = entries_of(split(sent.buffers)[1], self._moved), entries_of(started.mean, self._moved)
+            self.heard[KINDS[1]][sent.client] = torch.stack(pair)
+        super().watch(sent, started)
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
         parts = [GaussianPosterior.point_mass(self._whole(each)) for each in updates]
@@ -450,11 +481,6 @@ def changed(update: ClientUpdate, **parts: Any) -> ClientUpdate:
     copy = object.__new__(ClientUpdate)
     vars(copy).update(vars(update), **parts)
     return copy
-
-
-def _rows(vectors: Sequence[Tensor]) -> Tensor:
-    """Return vectors of equal length as the rows of a matrix. A single one is not copied."""
-    return torch.stack(tuple(vectors)) if len(vectors) > 1 else vectors[0][None]
 
 
 def weighted_median(values: Tensor, weights: Sequence[float]) -> Tensor:

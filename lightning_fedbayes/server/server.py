@@ -28,7 +28,7 @@ from lightning_fedbayes.fusion.auto import AutoFusion, candidates
 from lightning_fedbayes.methods import Late, Method, Shared, get_method
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.aggregation import Admitted, Aggregate, Aggregation, guard_of, mean_variance
-from lightning_fedbayes.server.guard import USUAL, Guard, Safeguards, probabilistic_names
+from lightning_fedbayes.server.guard import FEWEST, USUAL, Guard, Safeguards, probabilistic_names
 from lightning_fedbayes.server.plan import RoundPlan
 from lightning_fedbayes.server.versions import Versions, check_network, check_state, moved
 from lightning_fedbayes.server.weighting import CohortWeights, check_weighting
@@ -161,6 +161,7 @@ class Server:
         self._shared = Shared(posterior)
         self._aggregations: dict[str, Aggregation] = {}
         self._hearing: Guard | None = None  # the guard, if it bounds numbers of examples
+        self._watches, self._part = False, 1.0  # whether answers are compared; share of all clients in a fusion
         self._bounded: set[int] = set()
         self._outcomes: dict[int, ClientOutcome] = {}
         self._started: dict[int, int] = {}
@@ -179,7 +180,7 @@ class Server:
         check_kind("plan", plan, RoundPlan, "give a RoundPlan(round, cohort)")
         self._plan = plan
         own, tensors = split(self.buffers)
-        share, is_new, method = plan.share, self.is_new, self.method
+        share, is_new, method = plan.share, not self.accepted, self.method
         self._shared = Shared(self.posterior, tensors, share, is_new)
         if self.versions is not None:
             self.versions.begun[plan.round] = self._shared
@@ -187,6 +188,7 @@ class Server:
         self._start, self._bytes_before = time.perf_counter(), self.collective.bytes_sent
         sent = {name: tensors[name] for name in method.sent or tensors} if method.sends else {}
         previous, bound, guard = self.posterior, self.safeguards.max_influence, None
+        self._part = 1.0 if self.versions is None else len(plan.cohort) * share  # of a round's clients
         if method.sends_means:
             previous = GaussianPosterior.point_mass(previous.mean)
         if previous.num_parameters <= PIECE or not previous.is_point_mass:  # else it is not needed as one vector
@@ -195,11 +197,11 @@ class Server:
             if is_new:
                 self.sites, self.untold = {}, set()
             counted_of = self._counted_of or (lambda client: self.sites.get(client, {}))
-            part = 1.0 if self.versions is None else len(plan.cohort) * share
-            options = bound, self._memory, share == 1, part
+            options = bound, self._memory, share == 1, self._part
             of_round = previous, self._probabilistic, counted_of, self._counted_of is None
             guard = guard_of(method, self._shared, sent, *of_round, options)
         self._hearing = None if method.adds or method.totals else guard
+        self._watches = self._hearing is not None and not method.own_starts and share * FEWEST <= 1
         own = {name: value for name, value in own.items() if not name.startswith(SCALE)}  # clients do not change it
         expected = joined(own, sent)
         options = self.collective, guard, method.adds, partial(method.doubt, self._shared) if sent else None
@@ -250,11 +252,14 @@ class Server:
             if isinstance(update, ClientFailure):
                 outcome = ClientOutcome(client, update.error, update.seconds, update.num_examples)
             else:
-                sent = update
+                sent, before = update, self._shared
                 try:
                     if self.versions is not None and started is not None:
+                        before = self.versions.begun.get(started, before)
                         update = self.versions.taken(update, started, self._shared, self._plan.round, self.buffers)
                         self._started[client] = started
+                    if self._hearing is not None and self._watches:
+                        self._hearing.watch(sent, before.posterior)
                     for aggregation in self._aggregations.values():
                         aggregation.add(update)
                     size = sent.num_bytes
@@ -277,12 +282,13 @@ class Server:
         if self.collective.size > 1:
             own = [replace(each, error=each.error and sendable(each.error)) for each in own]
         admitted = {name: aggregation.admitted() for name, aggregation in self._aggregations.items()}
-        outcomes, everyone, notes, refused, count = [], [], [], {}, 0
-        mine = own, admitted, note
-        for heard, known, said in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
+        outcomes, everyone, notes, answers, refused, count = [], [], [], [], {}, 0
+        mine = own, admitted, note, {} if self._hearing is None else self._hearing.heard
+        for heard, known, said, answered in [mine] if self.collective.size == 1 else self.collective.all_gather(mine):
             outcomes += heard
             everyone.append(known)
             notes.append(said)
+            answers.append(answered)
             count += len(next(iter(known.values())).clients)
             for each in known.values():
                 refused.update(each.refused)  # updates that turn out not to count, now that all are known
@@ -306,7 +312,7 @@ class Server:
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
             if self._hearing is not None:
-                self._hearing.hear({each.client: each.num_examples for each in valid}, keep=True)
+                self._hearing.hear({each.client: each.num_examples for each in valid}, answers)
             self._memory = {} if guard is None else guard.memory
             if self._counted_of is None:
                 self.sites |= aggregate.counted
@@ -328,7 +334,7 @@ class Server:
         }
         self.history.append(figures)
         round, self._plan, self._aggregations = self._plan.round, None, {}
-        if self.failed_rounds >= self.safeguards.max_failed_rounds:
+        if self.failed_rounds * self._part >= self.safeguards.max_failed_rounds:
             raise self.failure(refusal, outcomes)
         bounded = {client: f"says {number:,}, counts as {most:,g}" for client, number in claims.items()}
         return RoundResult(

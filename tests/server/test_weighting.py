@@ -16,7 +16,6 @@ from lightning_fedbayes.server.weighting import (
     ClientFacts,
     KnownOverlap,
     client_weights,
-    effective_clients,
 )
 from tests.refusals import refusals
 
@@ -182,8 +181,3 @@ def test_a_client_that_known_overlap_does_not_know_or_would_subtract_is_named():
     shared, _ = holders([0, 1, 2, 3], [3, 4, 5, 6], [3])
     with pytest.raises(FusionError, match="client 2 has a negative weight"):
         client_weights(KnownOverlap(shared), facts)
-
-
-@pytest.mark.parametrize(("weights", "expected"), [([1, 1, 1, 1], 4), ([1, 0, 0], 1), ([0.8, 0.2], 1 / 0.68)])
-def test_effective_number_of_clients(weights, expected):
-    assert effective_clients(weights) == pytest.approx(expected)

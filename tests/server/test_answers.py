@@ -1,0 +1,129 @@
+"""Answers of clients to changes of the model: who sends the opposite of its result is left out, nobody else."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
+from lightning_fedbayes.methods import FedBuff
+from lightning_fedbayes.server.answers import DECAY, OF_MODEL, OF_MOVES, OF_OTHERS, TO_MODEL, TO_OTHERS, remembered
+
+SIZE, CLIENTS = 60, 10
+START = GaussianPosterior.point_mass({"a": torch.zeros(SIZE // 2, 1).double(), "b": torch.zeros(SIZE // 2).double()})
+FLIPS = {0: -1.0}
+
+
+def clients_of(seed, alike=0.0):
+    """Curvatures A_k and optima o_k: a client has the loss (θ − o)ᵀA(θ − o) / 2, A of half rank and a common part."""
+    draws = torch.Generator().manual_seed(seed)
+    roots = torch.randn(CLIENTS, SIZE, SIZE // 2, dtype=torch.float64, generator=draws)
+    common = torch.randn(SIZE, SIZE // 2, dtype=torch.float64, generator=draws)
+    curvatures = ((1 - alike) * roots @ roots.mT + alike * common @ common.T) / SIZE
+    return curvatures, torch.randn(CLIENTS, SIZE, dtype=torch.float64, generator=draws), draws
+
+
+def run(
+    seed,
+    lies,
+    rounds=20,
+    noise=0.05,
+    server=None,
+    until=1000,
+    scale=1.0,
+    every=1,
+    fusion="weighted_average",
+    first=None,
+):
+    """Return client → rounds in which it is left out, and the server. ``lies``: client → factor of its moves."""
+    curvatures, optima, draws = clients_of(seed, 0.5)
+    server, out = server or Server(START, fusion=fusion), {}
+    for round in range(server.rounds, server.rounds + rounds):
+        cohort = (
+            tuple(range(CLIENTS)) if every == 1 else tuple(sorted(torch.randperm(CLIENTS)[: CLIENTS // every].tolist()))
+        )
+        server.begin(RoundPlan(round, cohort, clients=CLIENTS))
+        at = server.posterior.flatten()[0]
+        for client in cohort:
+            errors = noise * torch.randn(SIZE, dtype=torch.float64, generator=draws)
+            move = scale * 0.5 * (-curvatures[client] @ (at - optima[client]) + errors)
+            move *= lies.get(client, 1.0) if round < until else 1.0
+            move *= 1e200 if client in lies and round == first else 1.0
+            if server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None))).error is not None:
+                out.setdefault(client, []).append(round)
+        server.finish()
+    return out, server
+
+
+@pytest.mark.parametrize("factor", [-1.0, -10.0, -1e6])
+@pytest.mark.parametrize("seed", range(3))
+def test_who_sends_the_opposite_is_left_out_within_five_rounds_and_nobody_else(seed, factor):
+    out, _ = run(seed, {0: factor}, 60)
+    assert out.keys() == {0}
+    assert out[0][0] <= 4
+    assert len(out[0]) >= 55
+    assert run(seed, dict.fromkeys(range(3), factor))[0].keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": 1.0}, {"scale": 1e-3}, {"scale": 2.0}, {"noise": 0.0}, {"every": 3}])
+@pytest.mark.parametrize("seed", range(3))
+def test_honest_unlike_clients_are_never_left_out(seed, options):
+    """Also one whose moves are five times as long."""
+    assert not run(seed, {3: 5.0}, 100, **options)[0]
+
+
+def test_who_stops_counts_again_and_who_begins_is_found():
+    out, server = run(0, FLIPS, 90, until=10)
+    assert 10 <= out[0][-1] < 80
+    again, _ = run(0, FLIPS, 100, server=server)
+    assert set(range(98, 190)) <= set(again[0])
+
+
+def test_what_is_known_is_of_fading_sums():
+    """By their definition: weighted means and covariances, message by message."""
+    draws = torch.Generator().manual_seed(0)
+    messages = torch.randn(5, 8, 2, SIZE, dtype=torch.float64, generator=draws)
+    messages[:, :, 0] /= messages[:, :, 0].norm(dim=2, keepdim=True)  # none is longer than the median one
+    memory = {}
+    for each in messages:
+        memory = remembered("moves", memory, dict(enumerate(each)), 2.0)
+    weights = (DECAY ** torch.arange(4, -1, -1, dtype=torch.float64))[:, None, None]
+    moves, models = messages.unbind(2)
+    parts = [each - (weights * each).sum(0) / weights.sum() for each in (moves, models, moves.sum(1, True) - moves)]
+    for column, (x, y) in {
+        TO_MODEL: (0, 1),
+        TO_OTHERS: (0, 2),
+        OF_MOVES: (0, 0),
+        OF_MODEL: (1, 1),
+        OF_OTHERS: (2, 2),
+    }.items():
+        expected = (weights * parts[x] * parts[y]).sum((0, 2))
+        torch.testing.assert_close(memory["moves known"][:, column], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_convex_losses_answer_against_the_model():
+    curvatures, optima, draws = clients_of(1)
+    models, memory = torch.randn(6, SIZE, dtype=torch.float64, generator=draws), {}
+    for at in models:
+        pairs = {k: torch.stack([-curvatures[k] @ (at - optima[k]), at]) for k in range(CLIENTS)}
+        memory = remembered("moves", memory, pairs, 2.0)
+    assert bool((memory["moves known"][:, TO_MODEL] < 0).all())
+
+
+def test_a_resumed_server_leaves_out_the_same_and_order_and_processes_do_not_matter():
+    _, server = run(0, FLIPS, 3)
+    other = Server(START, fusion="weighted_average")
+    other.load_state_dict(copy.deepcopy(server.state_dict()))
+    assert run(0, FLIPS, 5, server=server)[0] == run(0, FLIPS, 5, server=other)[0] != {}
+    heard = {k: torch.randn(2, SIZE, dtype=torch.float64) for k in range(9)}
+    one, two = (remembered("moves", {}, dict(each), 2.0) for each in (heard.items(), reversed(heard.items())))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_moves_that_differ_by_rounding_only_say_nothing():
+    server = Server(START, fusion="weighted_average", late=FedBuff())
+    for round in range(60):
+        server.begin(RoundPlan(round, (round % 9,), clients=9))
+        mean = {name: value + 1 / 3 for name, value in server.posterior.mean.items()}
+        assert server.admit(ClientUpdate(round % 9, 10, GaussianPosterior.point_mass(mean)), round).error is None
+        server.finish()
