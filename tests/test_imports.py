@@ -1,6 +1,7 @@
 """Imports run downwards, and importing the package is quiet and complete."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -116,6 +117,15 @@ def test_import_warns_of_nothing_and_defines_every_public_name():
     run = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("room", lightning_fedbayes._MOVED)
+def test_a_name_that_has_moved_works_and_warns_with_its_place(room):
+    module = importlib.import_module(f"lightning_fedbayes.{room}")
+    for name in lightning_fedbayes._MOVED[room].split():
+        with pytest.warns(FutureWarning, match=rf"fb\.{name} has moved: write fb\.{room}\.{name};"):
+            assert getattr(lightning_fedbayes, name) is vars(module)[name]
+        assert name not in lightning_fedbayes.__all__
 
 
 def test_engines_are_imported_when_they_are_chosen():
