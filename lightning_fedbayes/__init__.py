@@ -6,6 +6,7 @@
 
 from importlib import import_module
 from importlib.metadata import version
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -143,9 +144,11 @@ _MOVED = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a room, when it is first used: ``fedbayes --help`` needs neither torch nor Lightning."""
-    for room in (room for room, names in _MOVED.items() if name in names.split()):
-        warn(f"fb.{name} has moved: write fb.{room}.{name}; version 0.4 lacks it", FutureWarning, stacklevel=2)
-        return getattr(import_module(f"{__name__}.{room}"), name)
+    for room, names in _MOVED.items():
+        # jsonargparse tries where a class can be found, to write the shortest path into a file
+        if name in names.split() and _getframe(1).f_code.co_name != "get_import_path":
+            warn(f"fb.{name} has moved: write fb.{room}.{name}; version 0.4 lacks it", FutureWarning, stacklevel=2)
+            return getattr(import_module(f"{__name__}.{room}"), name)
     found = None
     if name == "__version__":
         found = version("lightning-fedbayes")
