@@ -6,7 +6,9 @@
 
 from importlib import import_module
 from importlib.metadata import version
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 if TYPE_CHECKING:  # a name is imported when it is first used, see __getattr__
     from lightning_fedbayes.callbacks import ClientReport, ExamplePrivacy, FederatedBayes, UncertaintyReport, check
@@ -122,9 +124,31 @@ _ROOMS = (
 )
 """Rooms that the public names come from, those first that need no Lightning and little else."""
 
+_MOVED = {
+    "callbacks.trainer": "ClientParallelStrategy",
+    "clients.evaluation": "ClientScores",
+    "clients.learned": "LearnedPosterior PosteriorSource",
+    "clients.privacy": "epsilon_of",
+    "clients.settings": "FederationSettings",
+    "core.errors": "ConversionError FederationError FusionError PartitionError PosteriorError",
+    "core.messages": "ClientFailure",
+    "data": "DiabetesDataModule",
+    "fusion": "AutoFusion Reliability",
+    "methods": "Averaging Ditto FedAsync FedBuff FedNova FedProx LocalProblem Participant Population Quadratic Report "
+    "Scaffold Shared Sums Trained",
+    "modules": "DeepEnsembleRegressor HeadFit HeadSlopes LinearStatistics",
+    "server": "RoundResult",
+}
+"""Room → names of it that version 0.2 had at the top, which warn until version 0.4."""
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a room, when it is first used: ``fedbayes --help`` needs neither torch nor Lightning."""
+    for room, names in _MOVED.items():
+        # jsonargparse tries where a class can be found, to write the shortest path into a file
+        if name in names.split() and _getframe(1).f_code.co_name != "get_import_path":
+            warn(f"fb.{name} has moved: write fb.{room}.{name}; version 0.4 lacks it", FutureWarning, stacklevel=2)
+            return getattr(import_module(f"{__name__}.{room}"), name)
     found = None
     if name == "__version__":
         found = version("lightning-fedbayes")

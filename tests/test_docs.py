@@ -21,6 +21,7 @@ import lightning_fedbayes as fb
 from lightning_fedbayes.cli.main import COMMANDS, main
 from lightning_fedbayes.fusion import available_fusions, unregister_fusion
 from lightning_fedbayes.methods import available_methods, unregister_method
+from tests.test_examples import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -152,16 +153,9 @@ def test_links_and_pictures_exist():
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 
-def hook(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "hooks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["links", "references", "roles", "rules", "tex"])
 def test_examples_in_the_hooks(name):
-    assert doctest.testmod(hook(name)).failed == 0
+    assert doctest.testmod(load(f"../docs/hooks/{name}")).failed == 0
 
 
 def docstrings():
@@ -177,7 +171,7 @@ CODE = re.compile(r"^ *```[\s\S]*?^ *```$|`+[^`]+`+|^ *>>> .*$", re.MULTILINE)
 
 
 def test_every_key_that_is_used_is_in_the_bibliography():
-    keys = set(hook("references").KEYS)
+    keys = set(load("../docs/hooks/references").KEYS)
     assert keys == {"FedAG", "Untrusted", "BA-BFL", "FBDL"}
     pages = [(page, (ROOT / page).read_text()) for page in (*PAGES, *BENCHMARKS)]
     used = {(key, where) for where, text in (*docstrings(), *pages) for key in KEY.findall(CODE.sub("", text))}

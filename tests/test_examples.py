@@ -1,6 +1,8 @@
-"""Examples that no other test runs."""
+"""Examples and notebooks that no other test runs."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,28 +19,26 @@ def load(name):
     return module
 
 
-@pytest.mark.filterwarnings("ignore:.*There is a performance drop:UserWarning")  # torch of attention in a stack
-def test_a_transformer_learns_a_posterior_from_its_optimizer():
-    scores = load("own_network").main(rounds=8)
-    assert scores["val/accuracy"] > 0.85  # an average under the fixed prior goes to its width, and ends at chance
+SCRIPTS = {  # script and its arguments → packages that it needs, least accuracy
+    ("own_network", "rounds", 8): ((), 0.85),  # an average under the fixed prior goes to its width, and ends at chance
+    ("fine_tune", "lora", False): ((), 0.85),
+    ("fine_tune", "lora", True): (("transformers", "peft"), 0.6),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of attention in a stack, and of transformers
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_learns_a_posterior(script):
+    name, argument, value = script
+    packages, least = SCRIPTS[script]
+    for package in packages:
+        pytest.importorskip(package)
+    scores = load(name).main(**{argument: value})
+    assert scores["val/accuracy"] > least
     assert scores["val/epistemic"] > 0
-
-
-def test_a_head_above_a_frozen_network_is_all_that_travels():
-    scores = load("fine_tune").main()
-    assert scores["val/accuracy"] > 0.85
-    assert scores["val/epistemic"] > 0
-    numbers = 3 * (256 * 10 + 10) + 2  # mean, gradient and precision of a client, and two numbers
-    assert scores["megabytes_up"] == pytest.approx(5 * 4e-6 * numbers)  # five clients, float32
-
-
-@pytest.mark.filterwarnings("ignore")  # of transformers
-def test_adapters_in_a_bert_learn_a_posterior():
-    pytest.importorskip("transformers")
-    pytest.importorskip("peft")
-    scores = load("fine_tune").main(lora=True)
-    assert scores["val/accuracy"] > 0.6
-    assert scores["val/epistemic"] > 0
+    if value is False:  # a head above a frozen network is all that travels:
+        numbers = 3 * (256 * 10 + 10) + 2  # mean, gradient and precision of a client, and two numbers
+        assert scores["megabytes_up"] == pytest.approx(5 * 4e-6 * numbers)  # five clients, float32
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # of exporters, about their own parts
@@ -75,3 +75,31 @@ def test_a_job_of_the_gallery_shows_what_its_page_says(name, tmp_path, capsys):
     assert holds(found), found
     assert capsys.readouterr().out.startswith("| ")
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+NOTEBOOKS = {  # name → what its text says of the names that it leaves
+    "ten_minutes_on_digits": lambda found: (
+        found["curves"]["sites"][-1] < 0.5 * found["curves"]["FedAvg"][-1]
+        and found["rows"][1][3] > 0.9 > found["rows"][3][3]
+    ),
+    "a_hospitals_afternoon": lambda found: (
+        found["scores"]["test/scaled/nll"] < found["scores"]["test/nll"]
+        and found["scores"]["test/lac_90/coverage"] > 0.85
+        and 0.85 < found["intervals"].evaluate(found["regressor"], found["test"]).mean("coverage") < 0.98
+        and found["probs"][0, 0] > 0.9
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning and of exporters
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_stored_without_output_and_shows_what_it_says(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for cell in json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]:
+        text = "".join(line for line in cell["source"] if not line.startswith("%"))
+        if cell["cell_type"] == "markdown":
+            text = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))  # an app, which is made and not run
+        assert not cell.get("outputs")
+        exec(text, found)
+    assert NOTEBOOKS[name](found)

@@ -48,22 +48,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def ready(folder, **options):
-    module = HospitalsDataModule(folder, **options)
-    module.setup("fit")
-    return module
-
-
-def read(tmp_path, *lines):
-    path = tmp_path / "processed.va.data"
-    path.write_text("\n".join(lines) + "\n")
-    return read_patients(path)
-
-
 def test_every_attribute_becomes_what_its_name_says(tmp_path):
-    attributes, labels = read(
-        tmp_path, PATIENT, "51,0,1,?,0,?,?,-9,?,-1.5,?,?,?,0", "51,0,1,0,1,-9,0,9,-9.0,-9,1,3,3,1"
+    path = tmp_path / "processed.va.data"
+    path.write_text(
+        "\n".join([PATIENT, "51,0,1,?,0,?,?,-9,?,-1.5,?,?,?,0", "51,0,1,0,1,-9,0,9,-9.0,-9,1,3,3,1"]) + "\n"
     )
+    attributes, labels = read_patients(path)
     assert labels.tolist() == [1, 0, 1]
     rows = [dict(zip(COLUMNS, row)) for row in encode(attributes).tolist()]
     assert rows[0] == dict(
@@ -78,7 +68,8 @@ def test_every_attribute_becomes_what_its_name_says(tmp_path):
 
 
 def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(folder):
-    data = ready(folder)
+    data = HospitalsDataModule(folder)
+    data.setup("fit")
     assert tuple(data.train_sets) == tuple(data.test_sets) == data.train.names == HOSPITALS
     everything = [torch.cat([part.tensors[0] for part in sets.values()]) for sets in (data.train_sets, data.test_sets)]
     train, test = (inputs[:, : len(COLUMNS)] for inputs in everything)
@@ -96,14 +87,8 @@ def test_inputs_are_standardised_over_the_training_patients_of_all_hospitals(fol
     assert of_attribute["chol"][-len(data.train_sets["va"]) - 5 : -len(data.train_sets["va"])].all()
 
 
-@pytest.fixture(scope="module")
-def example():
-    """The script, imported."""
-    return load("hospitals")
-
-
-def test_the_example_compares_the_methods(example, folder, tmp_path, monkeypatch, capsys):
-    output = tmp_path / "output"
+def test_the_example_compares_the_methods(folder, tmp_path, monkeypatch, capsys):
+    example, output = load("hospitals"), tmp_path / "output"
     monkeypatch.setattr(
         sys, "argv", ["hospitals.py", "--data", str(folder), "--seeds", "2", "--rounds", "1", "--output", str(output)]
     )

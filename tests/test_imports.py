@@ -1,6 +1,7 @@
 """Imports run downwards, and importing the package is quiet and complete."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -33,28 +34,13 @@ def room_of(path):
     return first.removesuffix(".py")
 
 
-def room_of_name(dotted, root="lightning_fedbayes"):
-    """The room of an absolute module name, or None if it is not of this package."""
-    head, *rest = dotted.split(".")
-    return None if head != root else (rest[0] if rest else "__init__")
-
-
-def imported_rooms(source, package):
-    """Rooms that a source text imports from, wherever the statement stands; ``package`` resolves relative imports."""
-    rooms = set()
+def imported(source):
+    """Dotted names of this package that a source text imports, wherever the statement stands."""
     for node in ast.walk(ast.parse(source)):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
-            inside = room_of_name(module) == "__init__"
-            submodules = {alias.name for alias in node.names if alias.name in LEVEL}
-            names = [f"{module}.{alias.name}" for alias in node.names if alias.name in submodules] if inside else []
-            names += [module] if not inside or {alias.name for alias in node.names} - submodules else []
-        rooms |= {room for room in map(room_of_name, names) if room is not None}
-    return rooms
+        assert not getattr(node, "level", 0), "imports are absolute"
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        yield from (module + name for name in names if (module + name).split(".")[0] == "lightning_fedbayes")
 
 
 def trainers_of(source):
@@ -73,23 +59,18 @@ MOST_IMPORTS = {"__init__.py": 22, "callbacks/federated_bayes.py": 12}
 """Most modules of this package that a file may import, 15 unless said otherwise."""
 
 
-def imported_modules(source):
-    """Modules of this package that a source text imports."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
-    return {node.module for node in nodes if room_of_name(node.module) is not None}
-
-
 def test_imports_run_downwards_and_no_file_needs_more_than_a_reader_can_hold():
     """There are at most 14 entries, and rooms below the callbacks do not know the Trainer."""
     assert {room_of(path) for path in MODULES} == set(LEVEL)
     assert len([each for each in PACKAGE.iterdir() if each.name != "__pycache__"]) <= 14
     for path in MODULES:
         name, room, source = path.relative_to(PACKAGE).as_posix(), room_of(path), path.read_text()
-        package = ".".join(("lightning_fedbayes", *path.relative_to(PACKAGE).parts[:-1]))
-        others = imported_rooms(source, package) - {room}
-        upwards = {other for other in others if LEVEL[other] >= LEVEL[room]}
+        names = set(imported(source))
+        firsts = {each.partition(".")[2].partition(".")[0] for each in names}
+        others = {first if first in LEVEL else "__init__" for first in firsts}
+        upwards = {other for other in others - {room} if LEVEL[other] >= LEVEL[room]}
         assert not upwards, f"{name}: '{room}' must not import from {sorted(upwards)}"
-        assert len(imported_modules(source)) <= MOST_IMPORTS.get(name, 15), name
+        assert len({each.rpartition(".")[0] for each in names}) <= MOST_IMPORTS.get(name, 15), name
         assert LEVEL[room] >= LEVEL["callbacks"] or not trainers_of(source), name
 
 
@@ -116,6 +97,15 @@ def test_import_warns_of_nothing_and_defines_every_public_name():
     run = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("room", lightning_fedbayes._MOVED)
+def test_a_name_that_has_moved_works_and_warns_with_its_place(room):
+    module = importlib.import_module(f"lightning_fedbayes.{room}")
+    for name in lightning_fedbayes._MOVED[room].split():
+        with pytest.warns(FutureWarning, match=rf"fb\.{name} has moved: write fb\.{room}\.{name};"):
+            assert getattr(lightning_fedbayes, name) is vars(module)[name]
+        assert name not in lightning_fedbayes.__all__
 
 
 def test_engines_are_imported_when_they_are_chosen():

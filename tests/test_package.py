@@ -46,6 +46,8 @@ def test_readmes_example_runs_where_only_the_wheel_is_installed(built, tmp_path)
         described = message_from_bytes(archive.read(file))
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"lightning_fedbayes"}
     assert "lightning_fedbayes/py.typed" in names
+    for file, line in (("CITATION.cff", "\nversion: {}\n"), ("CHANGELOG.md", "\n## {}\n")):
+        assert line.format(described["Version"]) in (ROOT / file).read_text()
     assert described["Author"] == "lightning_fedbayes contributors"
     page = str(described.get_payload())
     assert not re.findall(r"!\[", page)  # an index has none of the pictures,

@@ -387,6 +387,8 @@ class FederatedBayes(TrainsClients):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the module with the global posterior of the last good round."""
         self._drop_unfinished_round()
+        if self._federation is not None:  # what is refused before the first round holds the folder of states
+            self._federation.engine.states.close()
         super().on_exception(trainer, pl_module, exception)
 
     def _drop_unfinished_round(self) -> None:

@@ -75,10 +75,14 @@ def make_federation(
     if settings.privacy is not None:
         check_no_buffers(model.federated_buffers)
     engine = make_engine(settings, context, model, loader, writes=collective.rank == 0)
-    engine.check_posterior()
-    if settings.method.auto is not None:
-        check_score(settings.method.auto, context.module)
-    return Federation(settings, engine, collective, held_out)
+    try:
+        engine.check_posterior()
+        if settings.method.auto is not None:
+            check_score(settings.method.auto, context.module)
+        return Federation(settings, engine, collective, held_out)
+    except BaseException:
+        engine.states.close()
+        raise
 
 
 def tell_of_single_examples(module: L.LightningModule, loader: FederatedLoader) -> None:

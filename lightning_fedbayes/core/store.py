@@ -60,13 +60,17 @@ class Store:
         self._file: sqlite3.Connection | None = None
         self._lock: sqlite3.Connection | None = None
         if writes:
-            with self._told():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._hold()
-                self._open.executescript(TABLES)
-                self._check()
-                self.run = self._fact("run", "")
-                self.rounds = self._fact("rounds", 0)
+            try:
+                with self._told():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self._hold()
+                    self._open.executescript(TABLES)
+                    self._check()
+                    self.run = self._fact("run", "")
+                    self.rounds = self._fact("rounds", 0)
+            except BaseException:  # its traceback may hold this object
+                self.close()
+                raise
 
     def begin(self) -> None:
         """Begin a new run. Raise FederationError if the folder holds another one."""

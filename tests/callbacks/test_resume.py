@@ -16,7 +16,7 @@ from torch import nn
 import lightning_fedbayes as fb
 from benchmarks.untrusted.adversaries import ALittleIsEnough, Attacks, GaussianVector, NotANumber, RandomUpdate
 from lightning_fedbayes.clients.vectorized import engine
-from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.errors import FedBayesError, FederationError
 from lightning_fedbayes.core.store import FILE, Store
 from lightning_fedbayes.fusion import AutoFusion, Reliability
 from lightning_fedbayes.methods import Averaging
@@ -317,8 +317,18 @@ def test_a_federation_in_memory_goes_on_on_disk_and_not_without_its_folder(tmp_p
     assert_equal(everything(*whole), everything(*parts))
     with pytest.raises(FederationError, match=r"states lie in .*clients: resume with keep=fb\.Kept\(folder="):
         fit(tmp_path / "parts", "sites", "sequential", disk=False, rounds=ROUNDS + 1, ckpt_path="last")
-    with pytest.raises(FederationError, match="holds the clients of another run, of 3 rounds"):
+    with pytest.raises(FederationError, match="holds the clients of another run, of 3 rounds") as held:
         fit(tmp_path / "parts", "sites", "sequential")
+    fit(tmp_path / "parts", "sites", "sequential", rounds=ROUNDS + 1, ckpt_path="last")  # as the message says
+    del held  # what holds a traceback holds no folder
+
+
+def test_a_posterior_that_cannot_be_measured_leaves_the_folder_free(tmp_path):
+    options = {"keep": fb.Kept(["optimizer"], tmp_path), "fusion": "fedavg"}
+    with pytest.raises(FedBayesError, match="bernoulli") as held:
+        federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), posterior=fb.Laplace(fb.Bernoulli()), **options))
+    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), **options))
+    del held
 
 
 def test_a_site_is_removed_from_disk_as_from_memory(tmp_path):

@@ -147,6 +147,18 @@ def test_two_runs_do_not_share_a_folder(store, tmp_path):
     other.close()
 
 
+def test_a_folder_that_is_brought_back_after_damage_is_free(store, tmp_path):
+    store.close()
+    file = tmp_path / "clients" / "clients.sqlite"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100] + bytes(64) + whole[164:])
+    with pytest.raises(FederationError, match="is damaged") as held:
+        Store(tmp_path / "clients")
+    file.write_bytes(whole)
+    Store(tmp_path / "clients").close()
+    del held  # what holds a traceback holds no folder
+
+
 def test_a_full_disk_is_named_and_loses_nothing(store):
     finish(store, c0=1)
     pages = store._open.execute("PRAGMA page_count").fetchone()[0]

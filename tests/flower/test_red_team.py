@@ -165,6 +165,7 @@ def test_no_field_leaves_a_client_that_the_page_does_not_list(seen):
     check_fields(replies, table)
 
 
+@pytest.mark.slow
 def test_no_text_of_an_exception_leaves_a_client(seen):
     replies = seen[0]
     failures = [reply["config"] for reply in replies if reply["config"]["kind"] == "failure"]
@@ -178,6 +179,7 @@ def test_no_text_of_an_exception_leaves_a_client(seen):
         assert "doe" not in str({name: str(content) for name, content in reply.items()})
 
 
+@pytest.mark.slow
 def test_a_simulated_client_whose_process_dies_is_left_out(seen):
     _, log, (history, posterior) = seen
     assert [figures["valid_clients"] for figures in history] == [2, 1]
