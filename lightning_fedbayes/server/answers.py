@@ -9,8 +9,8 @@ spread of :math:`\rho` over the clients, where m has the sign that it must have.
 and :math:`N(-m, s^2)`, one that sends the opposite, the second is more likely by :math:`\exp(-2 \rho_k m / s^2)`.
 
 A client is left out when both correlations together say so by the factor :math:`K^{b^2}`, of K clients and b =
-``max_influence``, and counts again when they say the opposite as surely: :math:`\rho_k` is then at least b times as far
-from m as the furthest of K normal numbers, :math:`s \sqrt{2 \log K}`. None of the two has more weight than that.
+``max_influence``: :math:`\rho_k` is then at least b times as far from m as the furthest of K normal numbers, :math:`s
+\sqrt{2 \log K}`. None of the two has more weight than that. It counts again when both have an honest client's sign.
 
 Moves that are longer than the median client's last one count by their logarithm, and by no more in sums of others. Of a
 large network :data:`MOST_ENTRIES` entries are compared. Fewer than :data:`FEWEST` clients are not.
@@ -92,14 +92,15 @@ def _judged(known: Tensor, means: Tensor, bound: float) -> Tensor:
     num = int(is_known.sum())
     if num < FEWEST:
         return known[:, OUT]
-    evidence, bar = known.new_zeros(len(known)), bound**2 * math.log(num)
+    evidence, bar, answers_well = known.new_zeros(len(known)), bound**2 * math.log(num), is_known
     for covariance, variance, sign in ((TO_MODEL, OF_MODEL, -1), (TO_OTHERS, OF_OTHERS, 1)):
         correlations = (known[:, covariance] / (known[:, OF_MOVES] * known[:, variance]).sqrt()).nan_to_num(0.0)
         median = sign * (sign * correlations[is_known]).quantile(0.5).clamp_min(0.0)
         spread = (1.4826 * (correlations[is_known] - median).abs().quantile(0.5)).square()
         pairs = known[:, WEIGHT] * means.shape[2]  # correlations of so many scatter by 1 / root
+        answers_well = answers_well & (sign * correlations >= 0)
         evidence += (-2 * correlations * median / spread.maximum(1 / pairs)).clamp(-bar, bar)
-    return torch.where(is_known & (evidence.abs() >= bar), (evidence > 0).double(), known[:, OUT])
+    return torch.where(is_known & (evidence >= bar), 1.0, torch.where(answers_well, 0.0, known[:, OUT]))
 
 
 def entries_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
