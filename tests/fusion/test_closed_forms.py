@@ -191,8 +191,8 @@ def test_moments_are_those_of_the_normalised_power_mean(alpha, seed):
     fused = fuse(AlphaBarycenter(alpha), [posterior([m], [v]) for m, v in zip(means, variances, strict=True)], weights)
     mean, variance = by_integration(means, variances, weights, alpha)
     loose = 1 if 0 <= alpha <= 1 else 25
-    assert float(fused.mean["w"]) == pytest.approx(mean, abs=loose * 2e-3)
-    assert float(fused.variance["w"]) == pytest.approx(variance, rel=loose * 5e-3)
+    assert float(fused.mean["w"]) == pytest.approx(mean, abs=loose * 5e-4)
+    assert float(fused.variance["w"]) == pytest.approx(variance, rel=loose * 1e-3)
 
 
 @pytest.mark.parametrize(("alpha", "rule"), [(1e-4, "reverse_kl_barycenter"), (1 - 1e-5, "linear_pool")])
@@ -202,7 +202,7 @@ def test_family_is_continuous_at_its_ends(alpha, rule):
 
 
 def test_a_larger_alpha_is_wider():
-    clients = [posterior([0.0, 3.0], [1.0, 0.1]), posterior([1.0, -3.0], [2.0, 0.1])]
+    clients = [posterior([0.0, 0.5], [1.0, 0.1]), posterior([1.0, -0.5], [2.0, 0.1])]
     widths = [fuse(AlphaBarycenter(alpha), clients).variance["w"] for alpha in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert all(bool((wider > narrower).all()) for narrower, wider in pairwise(widths))
 

@@ -26,10 +26,8 @@ def scaled(posterior, scale, shift):
     )
 
 
-def rounding(rule):
-    """Relative error that the order of a rule's sums may make."""
-    # by quadrature the mean of a spike is known to 1e-5 of its width (1e-10), and so are the places of its nodes
-    return 1e-5 if rule == "alpha_barycenter" else 1e-7
+ROUNDING = 1e-7
+"""Relative error that the order of a rule's sums may make."""
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("gaussian_fit", *STEPS)])
@@ -62,7 +60,7 @@ def test_dwc_of_clients_that_learned_nothing_is_the_previous_posterior(cohort, c
 def test_order_of_clients_does_not_matter(rule, cohort, data):
     order = data.draw(st.permutations(range(len(cohort.clients))))
     shuffled = cohort.fuse(rule, [cohort.clients[k] for k in order], [cohort.weights[k] for k in order])
-    assert_same(shuffled, cohort.fuse(rule), rtol=rounding(rule))
+    assert_same(shuffled, cohort.fuse(rule), rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in TO_THE_LAST_DIGIT if rule not in STEPS])
@@ -75,7 +73,7 @@ def test_order_of_clients_does_not_matter(rule, cohort, data):
 def test_shift_and_scale_of_the_parameters_carry_over(rule, cohort, scale, shift):
     clients = [scaled(client, scale, shift) for client in cohort.clients]
     moved = Cohort(clients, cohort.weights, scaled(cohort.previous, scale, shift))
-    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=rounding(rule))
+    assert_same(moved.fuse(rule), scaled(cohort.fuse(rule), scale, shift), rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("rule", WEIGHTED)
