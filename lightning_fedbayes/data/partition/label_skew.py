@@ -110,7 +110,7 @@ class DirichletPartition(LabelPartition):
     :math:`(p_{k1}, …, p_{kC}) \sim \mathrm{Dir}(α C f_1, …, α C f_C)`, where f are the class frequencies of the data
     (Dir(α, …, α) for equally large classes). Every client holds N // K examples (up to K − 1 are left out), dealt
     without replacement in turns: every client draws what it lacks by its proportions over the classes that are left.
-    Classes that run out soften the skew: of ten classes at α = 0.5 the mean :math:`\sum_y p_{ky}^2` is 0.21, not 0.25.
+    Classes that run out soften the skew: of ten classes at α = 0.5 the mean :math:`\sum_y p_{ky}^2` is 0.22, not 0.25.
 
     Use ``"label"`` to compare with [BA-BFL] and most of the literature, ``"client"`` if sizes must not differ.
 
