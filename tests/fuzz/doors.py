@@ -300,7 +300,7 @@ def fuzzed(kind, **given):
     @many("strategies")
     def any_argument(name, value):
         if not (name in FUNCTIONS and callable(value)):
-            with only_own_errors():
+            with only_own_errors("strategies"):
                 kind(**{**good, name: value})
 
     return lambda: any_argument()
