@@ -50,6 +50,17 @@ def _draws_are_the_same_alone_and_in_the_run() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No account of W&B and none of its folders but those in this one."""
+    from tests.callbacks.wandb_file import go_offline
+
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        go_offline(patch, folder)
+        yield folder
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

@@ -333,10 +333,7 @@ def test_a_batch_says_what_it_is_or_is_refused_with_the_line_to_add(outputs, tar
 @pytest.mark.parametrize(
     ("output", "per"),
     [
-        ("segmentation", "position"),
-        ("segmentation", "example"),
-        ("labels", "position"),
-        ("labels", "example"),
+        *((output, per) for output in ("segmentation", "labels") for per in ("position", "example")),
         ("pixels", "example"),
     ],
 )

@@ -351,17 +351,9 @@ def test_a_loss_that_is_a_mean_over_an_example_s_targets_is_told_once(caplog, ta
     loss = torch.nn.functional.binary_cross_entropy_with_logits if likelihood else torch.nn.functional.cross_entropy
     module.loss, module.likelihood = loss, likelihood
     labels = torch.randint(2, (40, *targets))
-    data = TensorDataset(torch.randn(40, 4), labels.float() if likelihood else labels)
+    data = DataLoader(TensorDataset(torch.randn(40, 4), labels.float() if likelihood else labels), 8)
     with caplog.at_level("INFO"):
-        val = DataLoader(data, 8)
-        federate(
-            module,
-            fb.FederatedBayes(fb.IIDPartition(2)),
-            3,
-            DataLoader(data, 8),
-            val,
-            callbacks=[fb.UncertaintyReport(4)],
-        )
+        federate(module, fb.FederatedBayes(fb.IIDPartition(2)), 3, data, data, callbacks=[fb.UncertaintyReport(4)])
     said = f"multiply the loss by {torch.Size(targets).numel()}."
     assert caplog.text.count(said) == (factor == 1)
 

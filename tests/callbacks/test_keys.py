@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import PosteriorError
-from tests.callbacks.wandb_file import go_offline, read_run
+from tests.callbacks.wandb_file import read_run
 from tests.cli.commands import ROOT
 from tests.federations import Plain, bayesian, blobs, clients, federate, loader
 
@@ -44,14 +44,6 @@ RUNS = {
     "scaled": (lambda: bayesian(scaler=True), PARTS, None, fb.FederatedBayes(), 1),
     "failing": (Fails, PARTS, None, fb.FederatedBayes(fusion="fedavg", safeguards=fb.Safeguards(1), **QUICK), 8),
 }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("keys")
-    with pytest.MonkeyPatch.context() as patch:
-        go_offline(patch, folder)
-        yield folder
 
 
 def logged(folder, name):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_fedbayes as fb
 from lightning_fedbayes.modules import mlp
 from tests import federations
-from tests.callbacks.wandb_file import go_offline, read_run
+from tests.callbacks.wandb_file import read_run
 
 pytestmark = pytest.mark.slow
 
@@ -77,15 +77,6 @@ def federate(loggers):
         for scores, figures in zip(validations, federation.history, strict=True)
     ]
     return federation, rounds
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """No account and none of W&B's folders but temporary ones."""
-    folder = tmp_path_factory.mktemp("loggers")
-    with pytest.MonkeyPatch.context() as patch:
-        go_offline(patch, folder)
-        yield folder
 
 
 @pytest.fixture(scope="module")

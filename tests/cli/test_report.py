@@ -20,7 +20,6 @@ from lightning_fedbayes.cli.results import read_curves
 from lightning_fedbayes.core.run_file import FILE, read
 from lightning_fedbayes.modules import mlp
 from tests import federations
-from tests.callbacks.wandb_file import go_offline
 from tests.cli.commands import ROOT, refusal
 
 pytestmark = pytest.mark.slow
@@ -29,23 +28,20 @@ ROUNDS, CLIENTS = 20, 4
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(home):
     """Folders of a CSVLogger and of W&B, offline, of one federation of 20 rounds, validated in every second."""
-    home = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        go_offline(patch, home)
-        digits = fb.DigitsDataModule()
-        digits.setup()
-        train, val = (TensorDataset(*(t[:200] for t in part.tensors)) for part in (digits.train, digits.validation))
-        torch.manual_seed(0)
-        wandb = WandbLogger(project="fedbayes", save_dir=str(home), offline=True)
-        partition, loggers = fb.DirichletPartition(CLIENTS, alpha=0.5), [wandb, CSVLogger(str(home), name="csv")]
-        callbacks = [fb.FederatedBayes(partition, fusion="reverse_kl_barycenter")]
-        options = {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "log_every_n_steps": 1}
-        trainer = federations.trainer(ROUNDS, callbacks, logger=loggers, **options)
-        model = fb.HybridBayesianClassifier(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.03)
-        trainer.fit(model, DataLoader(train, 16), DataLoader(val, 100))
-        wandb.experiment.finish()
+    digits = fb.DigitsDataModule()
+    digits.setup()
+    train, val = (TensorDataset(*(t[:200] for t in part.tensors)) for part in (digits.train, digits.validation))
+    torch.manual_seed(0)
+    wandb = WandbLogger(project="fedbayes", save_dir=str(home), offline=True)
+    partition, loggers = fb.DirichletPartition(CLIENTS, alpha=0.5), [wandb, CSVLogger(str(home), name="csv")]
+    callbacks = [fb.FederatedBayes(partition, fusion="reverse_kl_barycenter")]
+    options = {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "log_every_n_steps": 1}
+    trainer = federations.trainer(ROUNDS, callbacks, logger=loggers, **options)
+    model = fb.HybridBayesianClassifier(mlp(64, 10, (12,)), bayesian_last=1, learning_rate=0.03)
+    trainer.fit(model, DataLoader(train, 16), DataLoader(val, 100))
+    wandb.experiment.finish()
     (offline,) = (home / "wandb").glob("offline-run-*")
     return home / "csv" / "version_0", offline
 

@@ -103,19 +103,17 @@ def test_only_running_means_of_gradients_are_a_momentum():
     assert all(after_absence(adam, {0: entries}, missed)[0] is entries for missed in (0, -2))
 
 
-def federation(**options) -> fb.FederatedBayes:
+def federation(module=None, rounds=2, **options) -> fb.FederatedBayes:
     made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], **options)
-    federate(bayesian(), made, 2, loader())
+    federate(bayesian() if module is None else module, made, rounds, loader())
     return made
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_the_ends_are_the_global_posterior_and_the_one_that_the_client_has_sent(engine):
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), fusion="rklb", keep=["posterior"], engine=engine)
-
     module = bayesian()
     sent = hears(module)
-    federate(module, made, 2, loader())
+    made = federation(module, fusion="rklb", engine=engine)
     for number, own in enumerate(sent):
         for personal, end in ((made.posterior_of(number), own), (made.posterior_of(number, 0.0), made.posterior)):
             assert_close(personal, end)
@@ -141,8 +139,7 @@ def test_with_sites_the_own_posterior_is_that_of_the_local_problem():
     """Not the means alone that are sent: those that it has trained, with the width of the global one it began with."""
     module = bayesian()
     before = fb.read_posterior(module)
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], fusion="sites", engine="sequential")
-    federate(module, made, 1, loader())
+    made = federation(module, 1, fusion="sites", engine="sequential")
     own = made.posterior_of(0)
     for name, variance in own.variance.items():
         torch.testing.assert_close(variance, before.variance[name], rtol=1e-5, atol=0)
@@ -153,8 +150,7 @@ def test_with_sites_the_own_posterior_is_that_of_the_local_problem():
 @pytest.mark.parametrize("kind", [Plain, bayesian])
 def test_local_parameters_are_the_clients_own(kind):
     module = kind()
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], local_parameters=["net*.2.*"])
-    federate(module, made, 2, loader())
+    made = federation(module, local_parameters=["net*.2.*"])
     whole = fb.read_posterior(module)
     assert made.posterior_of(0).names == whole.names
     heads = [name for name in whole.names if ".2." in name]
@@ -168,8 +164,7 @@ def test_local_parameters_are_the_clients_own(kind):
 
 
 def test_a_client_that_has_not_trained_has_the_global_posterior():
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), keep=["posterior"], fraction="turns")
-    federate(bayesian(), made, 2, loader())
+    made = federation(fraction="turns")
     torch.testing.assert_close(dict(made.posterior_of(2).mean), dict(made.posterior.mean), rtol=0, atol=0)
     name = made.posterior.names[0]
     assert not torch.equal(made.posterior_of(0).mean[name], made.posterior.mean[name])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_fedbayes.core.errors import FedBayesError, FederationError
@@ -58,20 +58,6 @@ def test_tensors_come_back_bit_by_bit(store):
     assert store.get(8) is None
 
 
-def test_a_round_counts_whole_or_not_at_all(store):
-    finish(store, c0=1, c1=1)
-    store.put(0, {"number": 2})
-    store.put(2, {"number": 2})
-    assert numbers(store) == {0: 1, 1: 1}, "not before it ends"
-    store.finish(success=False)
-    assert numbers(store) == {0: 1, 1: 1}
-    store.put(0, {"number": 3})
-    store.put(1, {"number": 3})
-    store.forget(1)
-    store.finish(success=True)
-    assert numbers(store) == {0: 3, 1: 1}
-
-
 def test_a_run_goes_on_from_its_last_two_checkpoints(store):
     rounds = {}
     for number in range(1, 7):
@@ -89,23 +75,14 @@ def test_a_run_goes_on_from_its_last_two_checkpoints(store):
         store.resume("another", 4)
 
 
-def test_what_came_after_the_checkpoint_does_not_come_back(store):
-    finish(store, c0=1)
-    store.mark()
-    finish(store, c1=2)
-    finish(store, c2=3)
-    store.resume(store.run, 1)
-    finish(store, c0=4)
-    finish(store, c0=5)
-    assert numbers(store) == {0: 5}
+STEPS = st.tuples(st.sampled_from(["put", "forget", "fail", "end", "mark", "crash"]), st.integers(0, 3))
+PUT, END = [("put", 0), ("put", 1)], ("end", 0)
 
 
 @pytest.mark.slow
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["put", "forget", "fail", "end", "mark", "crash"]), st.integers(0, 3)), max_size=40
-    )
-)
+@given(st.lists(STEPS, max_size=40))
+@example([*PUT, END, *PUT, ("put", 2), ("fail", 0), *PUT, ("forget", 1), END])
+@example([*PUT, END, ("mark", 0), ("put", 2), END, ("put", 3), END, ("crash", 0), ("put", 0), END, ("put", 0), END])
 @settings(deadline=None, max_examples=60)
 def test_any_run_holds_what_a_dictionary_holds(tmp_path_factory, steps):
     """Whatever is put, forgotten, refused, marked, and killed and resumed from the last checkpoint."""

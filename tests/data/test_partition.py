@@ -115,21 +115,6 @@ def test_class_partition_gives_every_client_exactly_m_classes(labels, clients, p
         assert needed.sum() > clients * per_client or needed.max() > clients
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 10_000))
-@settings(deadline=None)
-def test_deal_distinct_never_gets_stuck(clients, per_client, seed):
-    generator = np.random.default_rng(seed)
-    shards = np.ones(per_client, int) * clients  # as tight as can be, then loosened by random moves to new classes
-    shards = np.concatenate([shards, np.zeros(3, int)])
-    for _ in range(10):
-        a, b = generator.integers(len(shards), size=2)
-        if a != b and shards[a] > 0 and shards[b] < clients:
-            shards[a], shards[b] = shards[a] - 1, shards[b] + 1
-    held = label_skew.deal_distinct(shards, clients, per_client, generator)
-    assert all(len(set(h.tolist())) == per_client for h in held.values())
-    assert np.array_equal(np.bincount(np.concatenate(list(held.values())), minlength=len(shards)), shards)
-
-
 @pytest.mark.parametrize("alpha", [0.3, 2.0])
 def test_split_labels_has_dirichlet_moments(alpha):
     """Without the balance cap each label's shares are Dir(α): mean 1/K, variance (1/K)(1 − 1/K)/(Kα + 1)."""

@@ -37,10 +37,10 @@ def test_one_client_is_returned(rule, cohort):
     assert_same(cohort.fuse(rule), cohort.clients[0])
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [rule for rule in CLOSED_FORMS if rule not in ("gaussian_fit", "distributed_weight_consolidation", *NARROWING)],
-)
+SHRINKING = ("gaussian_fit", "distributed_weight_consolidation", *NARROWING)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in (*SHRINKING, *STEPS)])
 @given(cohort=cohorts(clients=MANY, atoms=("none", "tensors", "entries")))
 @FEW
 def test_identical_clients_are_returned(rule, cohort):

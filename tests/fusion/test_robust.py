@@ -72,13 +72,6 @@ def test_just_under_half_cannot_leave_the_neighbourhood_of_the_others(rule, kind
     assert np.linalg.norm(fused - honest.mean(0)) < (12 if kind == "sign" or kind == "zero" else 6) * spread
 
 
-@robust
-def test_identical_clients_are_that_client(rule):
-    client = posterior([1.0, -2.0, 3e5], [0.5, 0.0, 2.0])
-    for count in (1, 2, 3, 4, 7):
-        assert_same(fuse(rule, [client] * count, previous=posterior([0.0, 0.0, 0.0], 1.0)), client, rtol=1e-15)
-
-
 @pytest.mark.parametrize(
     "rule", [fusion.GeometricMedian(), fusion.Krum(), fusion.MultiKrum(), fusion.NearestNeighbourMixing()]
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from contextlib import contextmanager
 
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,8 @@ EXAMPLES = {
     "YAML": 40,
 }
 """Number of examples of each kind."""
+RAN = Counter()
+"""Number of examples of each kind that have been tried."""
 SECONDS = 20
 """An example that takes longer hangs: the longest good call takes less than one."""
 
@@ -31,9 +34,14 @@ def many(kind):
     return settings(max_examples=TIMES * EXAMPLES[kind], derandomize=True, database=None, **unhurried)
 
 
+def assert_all_ran(*kinds):
+    assert all(RAN[kind] >= EXAMPLES[kind] for kind in kinds), RAN
+
+
 @contextmanager
-def only_own_errors():
-    """Let an error of the package pass; anything else, a time-out among it, fails the test."""
+def only_own_errors(kind):
+    """Count an example; let an error of the package pass; anything else, a time-out among it, fails the test."""
+    RAN[kind] += 1
 
     def stop(*_):
         raise TimeoutError(f"no answer within {SECONDS} s")

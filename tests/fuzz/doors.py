@@ -300,7 +300,7 @@ def fuzzed(kind, **given):
     @many("strategies")
     def any_argument(name, value):
         if not (name in FUNCTIONS and callable(value)):
-            with only_own_errors():
+            with only_own_errors("strategies"):
                 kind(**{**good, name: value})
 
     return lambda: any_argument()
@@ -334,10 +334,10 @@ DOORS = {
     ),
     "AutoFusion": door(AutoFusion, candidates=["linear_pool", "conflation"]),
     "Averaging": door(methods.Averaging, rule="linear_pool", prior="global"),
-    "Ditto": door(methods.Ditto, rule="linear_pool"),
-    "FedNova": door(methods.FedNova, rule="linear_pool"),
-    "FedProx": door(methods.FedProx, rule="linear_pool"),
-    "Scaffold": door(methods.Scaffold, rule="linear_pool"),
+    **{
+        kind.__name__: door(kind, rule="linear_pool")
+        for kind in (fb.Method, methods.Ditto, methods.FedNova, methods.FedProx, methods.Scaffold)
+    },
     "Sites": door(
         sited,
         prior_mean=0.0,
@@ -418,7 +418,6 @@ DOORS = {
         num_examples=5,
         buffers={"running": torch.ones(2)},
     ),
-    "Method": door(fb.Method, rule="linear_pool"),
     "UncertaintyReport": door(fb.UncertaintyReport, samples=2),
     "ClientUpdate": door(lambda **sent: admitted(fb.ClientUpdate(**sent)), **vars(update())),
     "ClientFailure": door(
@@ -462,9 +461,7 @@ DOORS = {
     "all_class_scores": door(calibration.all_class_scores, probs=PROBS, kind="aps"),
     "interval_scores": door(calibration.interval_scores, mean=torch.zeros(2), std=torch.ones(2), targets=torch.ones(2)),
     "ScoreSketch": door(
-        lambda **options: calibration.ScoreSketch(**options).threshold(0.9),
-        counts=torch.tensor([5, 9]),
-        grid="unit",
+        lambda **options: calibration.ScoreSketch(**options).threshold(0.9), counts=torch.tensor([5, 9]), grid="unit"
     ),
     "ScoreSketch.of": door(calibration.ScoreSketch.of, scores=torch.rand(3), bins=8),
     "ScoreSketch.threshold": door(calibration.ScoreSketch.of(torch.rand(20)).threshold, level=0.9),
@@ -549,9 +546,7 @@ DOORS = {
     "Laplace.fuse": door(fb.Laplace().fuse, module=LINEAR, sites=[fb.Laplace().site(LINEAR, [(X, THIRDS)])]),
     "KroneckerLaplace.site": door(fb.KroneckerLaplace().site, module=LINEAR, batches=[(X, THIRDS)]),
     "KroneckerLaplace.site batch": door(
-        lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]),
-        inputs=X,
-        targets=THIRDS,
+        lambda inputs, targets: fb.KroneckerLaplace().site(LINEAR, [(inputs, targets)]), inputs=X, targets=THIRDS
     ),
     "KroneckerLaplace.fuse": door(fb.KroneckerLaplace().fuse, sites=[SITE]),
     **{
@@ -650,9 +645,8 @@ DOORS = {
     },
     **{
         name: door(getattr(functional, name), probs=SAMPLES)
-        for name in ("kwon_aleatoric", "kwon_epistemic", "mutual_information")
+        for name in ("kwon_aleatoric", "kwon_epistemic", "mutual_information", "predictive_entropy")
     },
-    "predictive_entropy": door(functional.predictive_entropy, probs=SAMPLES),
     **{
         name: door(getattr(functional, name), mean=torch.zeros(2), variance=torch.ones(2), target=torch.ones(2))
         for name in ("gaussian_crps", "gaussian_nll")

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.data import clients_of
-from tests.fuzz import EXAMPLES, many, only_own_errors
+from tests.fuzz import assert_all_ran, many, only_own_errors
 from tests.fuzz.doors import POOL
 
 COUNTS = st.integers(0, 30)
@@ -84,15 +84,10 @@ def data_sets(draw):
     return plain
 
 
-ran = 0
-
-
 @given(dataset=data_sets(), partition=PARTITIONS, source=st.sampled_from([None, "label", "x", "nothing", "targets"]))
 @many("data sets")
 def any_data(dataset, partition, source):
-    global ran
-    ran += 1
-    with only_own_errors(), warnings.catch_warnings():
+    with only_own_errors("data sets"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes that nobody has
         if isinstance(partition, fb.ClassPartition):
             partition = fb.ClassPartition(partition.clients, partition.classes_per_client, labels=source)
@@ -102,9 +97,7 @@ def any_data(dataset, partition, source):
 @given(labels=LABELS, partition=PARTITIONS, count=st.one_of(st.none(), COUNTS))
 @many("labels")
 def any_labels(labels, partition, count):
-    global ran
-    ran += 1
-    with only_own_errors():
+    with only_own_errors("labels"):
         if partition is not None:
             str(partition.split(labels, 0, count))
 
@@ -112,4 +105,4 @@ def any_labels(labels, partition, count):
 def test_data_sets_are_dealt_out_or_refused_with_errors_of_the_package():
     any_data()
     any_labels()
-    assert ran >= EXAMPLES["data sets"] + EXAMPLES["labels"]
+    assert_all_ran("data sets", "labels")

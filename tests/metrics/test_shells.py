@@ -36,9 +36,7 @@ def client_accuracies(probs, target, client):
 
 EVENT = torch.rand(BATCH, generator=generator) < 0.5
 RISK, TIME = torch.randint(8, (2, BATCH), generator=generator).float()
-KEEPING = {
-    "concordance": (M.ConcordanceIndex, (RISK, TIME, EVENT), F.concordance_index),
-}
+KEEPING = {"concordance": (M.ConcordanceIndex, (RISK, TIME, EVENT), F.concordance_index)}
 """Metrics that keep all examples."""
 CASES = {
     "predictive_entropy": (M.PredictiveEntropy, (PROBS,), lambda *a: F.predictive_entropy(*a).mean()),

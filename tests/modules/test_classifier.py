@@ -38,15 +38,6 @@ def test_fields_of_a_prediction():
     assert (prediction.epistemic > 0).all()
 
 
-def test_the_mean_predictive_averages_probabilities_and_not_logits():
-    model = bayesian(samples=5)
-    x = torch.randn(8, 6)
-    torch.manual_seed(1)
-    draws = model.sample(x)
-    torch.manual_seed(1)
-    assert torch.allclose(model.predict_step([x, None]).probs, draws.softmax(-1).mean(0))
-
-
 def table():
     """Fixed probabilities of every example under every draw, and labels drawn from their mean logits."""
     logits = 2 * torch.randn(EXAMPLES, CLASSES) + torch.randn(SAMPLES, EXAMPLES, CLASSES)

@@ -90,9 +90,9 @@ def test_it_is_the_mixed_model_of_statsmodels(random):
     assert fit.log_likelihood == pytest.approx(log_likelihood, abs=1e-5)
 
 
-@pytest.mark.parametrize("random", SPREAD)
-def test_the_restricted_likelihood_is_that_of_the_pooled_data_and_at_its_maximum(random):
-    data, fit = fitted(random)
+@pytest.mark.parametrize(("random", "features"), [*((random, 2) for random in SPREAD), ((0,), 0)])
+def test_the_restricted_likelihood_is_that_of_the_pooled_data_and_at_its_maximum(random, features):
+    data, fit = fitted(random, features=features)
     root = torch.linalg.cholesky(fit.random_covariance)
     found = torch.cat([root[tuple(torch.tril_indices(*root.shape))], torch.tensor([fit.noise_variance]).double().log()])
 
@@ -161,22 +161,6 @@ def test_one_variance_can_be_0_beside_another_that_is_not():
             inside = fit.random_covariance + 1e-4 * torch.eye(2).double()
             assert float(restricted_likelihood(data, (0, 1), inside, fit.noise_variance)) < fit.log_likelihood
     assert seen
-
-
-def test_balanced_intercepts_have_the_estimate_of_the_analysis_of_variance():
-    """Without covariates: σ² is the mean square within, n Ψ + σ² that between clients."""
-    targets = torch.tensor([[1.0, 2.0, 3.5], [4.0, 5.5, 7.0], [0.0, 1.0, 0.5], [9.0, 8.0, 8.5]], dtype=torch.float64)
-    clients = {f"{k}": LinearStatistics.of(torch.empty(3, 0), y) for k, y in enumerate(targets)}
-    fit = HierarchicalLinearRegression().fit(clients)
-    within, between = float(targets.var(1).mean()), 3 * float(targets.mean(1).var())
-    assert float(fit.fixed[0]) == pytest.approx(float(targets.mean()))
-    assert fit.noise_variance == pytest.approx(within, rel=1e-7)
-    assert float(fit.random_covariance) == pytest.approx((between - within) / 3, rel=1e-7)
-    shrinkage = 1 - within / between
-    means, centre = targets.mean(1), targets.mean()
-    for k, mean in enumerate(means):
-        of_client, _ = fit.posterior_of(f"{k}")
-        assert float(of_client[0]) == pytest.approx(float(centre + shrinkage * (mean - centre)), rel=1e-7)
 
 
 @settings(deadline=None, max_examples=8)

@@ -13,11 +13,11 @@ from tests.refusals import refusals
 FEATURES, TARGETS, NOISE_STD = 4, 2, 0.6
 
 
-def examples(count=80, features=FEATURES, seed=0):
+def examples(count=80, features=FEATURES, seed=0, targets=TARGETS):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, features, generator=generator, dtype=torch.float64)
-    w = torch.randn(features, TARGETS, generator=generator, dtype=torch.float64)
-    return x, x @ w + 0.4 + NOISE_STD * torch.randn(count, TARGETS, generator=generator, dtype=torch.float64)
+    w = torch.randn(features, targets, generator=generator, dtype=torch.float64)
+    return x, x @ w + 0.4 + NOISE_STD * torch.randn(count, targets, generator=generator, dtype=torch.float64)
 
 
 def with_bias(x):

@@ -49,18 +49,6 @@ def test_fields_of_a_prediction(model, targets):
     assert torch.allclose(prediction.variance, prediction.aleatoric + prediction.epistemic)
 
 
-def test_moments_of_a_prediction():
-    model = bayesian(2, noise_std=NOISE_STD, samples=9)
-    x = torch.randn(8, 6)
-    torch.manual_seed(1)
-    draws = model.sample(x)
-    torch.manual_seed(1)
-    prediction = model.predict_step([x, None])
-    assert torch.allclose(prediction.mean, draws.sum(0) / 9)
-    assert torch.allclose(prediction.epistemic, (draws - draws.mean(0)).square().sum(0) / 9, atol=1e-6)
-    assert torch.allclose(prediction.aleatoric, torch.full((8, 2), NOISE_STD**2))
-
-
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):

@@ -109,7 +109,7 @@ def any_reply(place, value):
         setattr(reply, part, value)
     else:
         getattr(reply, part)[key] = value
-    with only_own_errors():
+    with only_own_errors("FLARE"):
         admitted(read_update(message_in(reply, 0, "update", 1), {"w", "b"}))
 
 

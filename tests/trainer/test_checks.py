@@ -59,11 +59,7 @@ PARTS = {"north": blobs(), "south": TensorDataset(torch.zeros(0, 6), torch.zeros
         ("StochasticWeightAveraging averages the weights of", {"callbacks": [StochasticWeightAveraging(1e-2)]}, {}),
         ("GradientAccumulationScheduler", {"callbacks": [GradientAccumulationScheduler({1: 2})]}, {}),
         ("LearningRateFinder trains on part of a round", {"callbacks": [LearningRateFinder()]}, {}),
-        (
-            "automatic_optimization is False.*use automatic optimization",
-            {"module": MANUAL},
-            {},
-        ),
+        ("automatic_optimization is False.*use automatic optimization", {"module": MANUAL}, {}),
         ("dataloader_iter", {"module": net(training_step=lambda self, dataloader_iter: None)}, {}),
         ("ReduceLROnPlateau with interval='step'.*interval='epoch'", {"module": Scheduled}, {}),
         (

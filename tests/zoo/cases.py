@@ -753,10 +753,6 @@ class Centred(Mapped):
 DATA = "Data"
 
 
-def of_dict(self, batch, batch_idx):
-    return self.loss((batch["x"], batch["y"]))
-
-
 def as_dict(**more: Any) -> Callable[[Any], Mapped]:
     return lambda dataset: Mapped(dataset, lambda x, y: {"x": x, "y": y, **more})
 
@@ -765,7 +761,7 @@ def collated(rows: Any) -> dict[str, Any]:
     return {name: torch.stack(values) for name, values in zip("xy", zip(*rows))}
 
 
-OF_DICT = net(training_step=of_dict)
+OF_DICT = net(training_step=lambda self, batch, batch_idx: self.loss((batch["x"], batch["y"])))
 add(DATA, "batches of dicts", OF_DICT, dataset=as_dict())
 add(DATA, "text in batches", OF_DICT, dataset=as_dict(name="a"), **ALONE)
 add(DATA, "a collate function", OF_DICT, loading={"collate_fn": collated})

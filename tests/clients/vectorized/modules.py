@@ -1,11 +1,37 @@
 """Modules that several tests share."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import lightning_fedbayes as fb
+from lightning_fedbayes.core.errors import FederationError
 from lightning_fedbayes.layers import kl_divergence
-from tests.federations import CLASSES, FEATURES, Plain
+from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, parameters
+
+
+def assert_goes_one_by_one(make, partition, reason: str, ends: str | None = "", **options) -> list[Plain]:
+    """A stack is refused for ``reason``, and "auto" trains as "sequential"; ``ends`` is the error that ends both.
+
+    With ``ends`` None, which no engine takes, nothing else is tried.
+    """
+    with pytest.raises(FederationError, match="engine='vectorized' cannot be used") as refusal:
+        federate(make(), fb.FederatedBayes(partition, engine="vectorized"), 1, **options)
+    assert reason in str(refusal.value)
+    if ends is None:
+        return []
+    results = []
+    for engine in ("auto", "sequential"):
+        module, federation = make(), fb.FederatedBayes(partition, engine=engine)
+        with pytest.raises(FederationError, match=ends) if ends else nullcontext():
+            federate(module, federation, 1, **options)
+        assert federation.federation.engine.name == federation.described()["engine"] == "sequential"
+        results.append(module)
+    assert_equal(*map(parameters, results))
+    return results
 
 
 class Divergence(nn.Module):

@@ -1,7 +1,5 @@
 """Metrics that training_step feeds: both engines log the same, or the vectorized one is refused with the reason."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +9,8 @@ from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.wrappers import Running
 
 import lightning_fedbayes as fb
-from lightning_fedbayes.core.errors import FederationError
-from tests.federations import CLASSES, Plain, assert_equal, federate, parameters
+from tests.clients.vectorized.modules import assert_goes_one_by_one
+from tests.federations import CLASSES, Plain, federate
 
 PARTITION = fb.SizesPartition((1, 7, 30, 8, 44))
 EPOCH = {"on_step": False, "on_epoch": True}
@@ -210,23 +208,12 @@ REFUSED = {
     ),
     "in a list": (lambda: [Discounted("sum")], lambda m, z, y, loss: m.metric[0].update(loss), "changes self.metric."),
 }
+FAIL_ALONE = {"items": "1 round in a row.*has no attribute 'items'", "several values": None}
+"""Cases whose clients fail one by one, too → with which error; None: which no engine takes."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_differ_is_refused_and_auto_trains_as_sequential_does(case):
     metric, feed, reason = REFUSED[case]
-    with pytest.raises(FederationError, match="engine='vectorized' cannot be used") as refusal:
-        run("vectorized", metric, feed, rounds=1)
-    assert reason in str(refusal.value)
-    if case == "several values":  # which no engine takes
-        return
-    results = []
-    for engine in ("auto", "sequential"):
-        module, federation = Fed(metric(), feed), fb.FederatedBayes(PARTITION, engine=engine)
-        none_trains = pytest.raises(FederationError, match=r"1 round in a row.*has no attribute 'items'")
-        with none_trains if case == "items" else nullcontext():  # its clients fail one by one, too
-            federate(module, federation, 1)
-        assert federation.federation.engine.name == "sequential"
-        results.append(parameters(module))
-    assert_equal(*results)
+    assert_goes_one_by_one(lambda: Fed(metric(), feed), PARTITION, reason, FAIL_ALONE.get(case, ""))

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from torch import nn
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise, counts_by_row
-from lightning_fedbayes.core.errors import FederationError
-from tests.federations import CLASSES, FEATURES, Plain, assert_equal, federate, parameters
+from tests.clients.vectorized.modules import assert_goes_one_by_one
+from tests.federations import CLASSES, FEATURES, Plain, federate
 
 
 class Changed(Plain):
@@ -144,32 +143,22 @@ REFUSED = {
 }
 
 
-FAIL_ALONE = ("optimizer", "backward hook")
-"""Cases whose clients fail one by one, too."""
+FAIL_ALONE = dict.fromkeys(("optimizer", "backward hook"), "1 round in a row had fewer than min_clients=1")
+FAIL_ALONE["vector loss"] = None
+"""Cases whose clients fail one by one, too → with which error; None: which no engine takes."""
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_stacked_is_named_and_auto_goes_one_by_one(case, caplog):
     make, options, reason = REFUSED[case]
-    with pytest.raises(FederationError, match="engine='vectorized' cannot be used") as refusal:
-        federate(make(), fb.FederatedBayes(fb.IIDPartition(2), engine="vectorized"), 1, **options)
-    assert reason in str(refusal.value)
-    if case == "vector loss":  # which no engine takes
+    with caplog.at_level(logging.INFO):
+        results = assert_goes_one_by_one(make, fb.IIDPartition(2), reason, FAIL_ALONE.get(case, ""), **options)
+    if not results:
         return
-    results = []
-    for engine in ("auto", "sequential"):
-        module, federation = make(), fb.FederatedBayes(fb.IIDPartition(2), engine=engine)
-        none_trains = pytest.raises(FederationError, match="1 round in a row had fewer than min_clients=1")
-        with caplog.at_level(logging.INFO), none_trains if case in FAIL_ALONE else nullcontext():
-            federate(module, federation, 1, **options)
-        assert federation.federation.engine.name == "sequential"
-        assert federation.described()["engine"] == "sequential"
-        results.append(module)
     lines = [line for line in caplog.messages if line.startswith("Engine: sequential, because")]
     assert len(lines) == 1
     assert reason in lines[0]
-    assert_equal(parameters(results[0]), parameters(results[1]))
     if case == "keeps a tensor":
         assert len(results[0].losses) == len(results[1].losses)
         assert torch.equal(torch.stack(results[0].losses), torch.stack(results[1].losses))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.messages import Message
+from tests.modules.test_linear_regression import examples
 from tests.refusals import refusals
 
 
@@ -19,13 +20,6 @@ def classes(count=300, features=6, outputs=3, seed=0):
     x = torch.randn(count, features, generator=generator, dtype=torch.float64)
     logits = x @ torch.randn(features, outputs, generator=generator, dtype=torch.float64)
     return x, torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
-
-
-def numbers(count=200, features=5, outputs=2, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, features, generator=generator, dtype=torch.float64)
-    weights = torch.randn(features, outputs, generator=generator, dtype=torch.float64)
-    return x, x @ weights + 0.5 + 0.3 * torch.randn(count, outputs, generator=generator, dtype=torch.float64)
 
 
 @pytest.fixture(params=[False, True])
@@ -51,7 +45,7 @@ def partitions(y):
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "one_hot", "softmax"])
 def test_every_split_gives_the_pooled_head(likelihood):
-    x, y = numbers() if likelihood == "gaussian" else classes()
+    x, y = examples(200, 5) if likelihood == "gaussian" else classes()
     head = fb.BayesianHead(2 if likelihood == "gaussian" else 3, likelihood)
     pooled = head.fit_clients([(x, y)])
     for parts in partitions(y):
@@ -74,7 +68,7 @@ def test_a_client_comes_late_and_goes():
 
 
 def test_the_evidence_is_that_of_bayesian_ridge():
-    x, y = numbers(outputs=1)
+    x, y = examples(200, 5, targets=1)
     fit = fb.BayesianHead(1, "gaussian").fit_clients([(x, y)])
     design = torch.cat([x, torch.ones(len(x), 1)], 1).numpy()
     flat = dict.fromkeys(("alpha_1", "alpha_2", "lambda_1", "lambda_2"), 0)
@@ -237,7 +231,7 @@ def test_few_examples_of_many_features_that_are_fitted_exactly():
 
 
 def test_the_evidence_of_several_targets_is_at_its_fixed_point():
-    x, y = numbers(outputs=3)
+    x, y = examples(200, 5, targets=3)
     fit = fb.BayesianHead(3, "gaussian").fit_clients([(x, y)])
     design = torch.cat([x, torch.ones(len(x), 1)], 1)
     values = torch.linalg.eigvalsh(design.T @ design) / fit.noise
