@@ -227,6 +227,5 @@ def test_the_reference_has_every_public_name(site):
 
 
 def test_names_in_the_reference_lead_to_what_they_name(site):
-    links = site["api/index.html"].links
-    assert "data.html#lightning_fedbayes.data.ClientDatasets" in links
-    assert "methods.html#lightning_fedbayes.methods.available_methods" in links
+    for page, name in (("data", "ClientDatasets"), ("methods", "available_methods")):
+        assert f"{page}.html#lightning_fedbayes.{page}.{name}" in site["api/index.html"].links
