@@ -11,7 +11,7 @@ ROLE = re.compile(r":(class|func|meth|attr|data|mod|obj|exc):`(~?)([^`<]+?)(?:\s
 INLINE_MATH = re.compile(r":math:`([^`]+)`")
 DISPLAY_MATH = re.compile(r"^( *)\.\. math::(?: *\n)?((?: *\S.*\n?)(?:\1 +\S.*\n?)*)", re.MULTILINE)
 DOCTEST = re.compile(r"^( *)>>> .*(?:\n\1\S.*|\n\1 +\S.*)*", re.MULTILINE)
-LITERAL = re.compile(r"^::\n\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
+LITERAL = re.compile(r"(?:^::| ::|(?<=:):)\n\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
 REFERENCE_ONLY = re.compile(r"See :meth:`[^`]+`\.")
 ONE_LINE_SECTION = re.compile(r"^(Returns|Yields|Raises): +(?=\S)", re.MULTILINE)
 
@@ -76,7 +76,14 @@ def _doctest(match: re.Match[str]) -> str:
 
 
 def _literal(match: re.Match[str]) -> str:
-    return "```python\n" + re.sub(r"^    ", "", match.group(1), flags=re.MULTILINE).rstrip() + "\n```\n"
+    r"""Return a literal block as code, below the text that announces it.
+
+    >>> LITERAL.sub(_literal, "Use it::\n\n    fit()")
+    'Use it:\n\n```python\nfit()\n```\n'
+    >>> LITERAL.sub(_literal, "It fits. ::\n\n    fit()")
+    'It fits.\n\n```python\nfit()\n```\n'
+    """
+    return "\n\n```python\n" + re.sub(r"^    ", "", match.group(1), flags=re.MULTILINE).rstrip() + "\n```\n"
 
 
 class Roles(Extension):

@@ -38,7 +38,7 @@ def fusion() -> Figure:
         for mean, std in CLIENTS.values()
     ]
     x = torch.linspace(-4, 6, 500)
-    figure = Figure(figsize=(9.0, 6.2), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(6.0, 4.6), dpi=1.5 * DPI, layout="constrained")
     places = figure.subplots(len(RULES), 1, sharex=True)
     for axes, rule in zip(places, RULES):
         for mean, std in CLIENTS.values():
@@ -58,7 +58,7 @@ def fusion() -> Figure:
 
 def epoch() -> Figure:
     """The steps of three clients in one epoch under each engine and in two processes."""
-    figure = Figure(figsize=(9.0, 4.0), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(6.0, 4.1), dpi=1.5 * DPI, layout="constrained")
     one, stack, two = figure.subplots(3, 1, sharex=True, height_ratios=(1, 3, 2))
     start = 0
     for client, steps in enumerate(SIZES):
