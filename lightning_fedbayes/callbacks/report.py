@@ -441,7 +441,7 @@ def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
     last = history[-1] if history else {}
     if "sites/change" not in last:
         return
-    left = "it is at the noise of local training, or has just begun"
+    left = "what is left cannot be told: it is at the noise of local training, or has just begun"
     if "sites/distance" in last:
         left = f"it has still about {last['sites/distance']:.2g} to go"
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
