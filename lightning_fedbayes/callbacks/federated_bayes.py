@@ -131,9 +131,7 @@ class FederatedBayes(TrainsClients):
     def federation(self) -> Federation:
         """The running federation, or the last one."""
         if self._federation is None:
-            raise FederationError(
-                "there is no federation yet: call trainer.fit first; in Lightning's sanity check give num_sanity_val_steps=0"
-            )
+            raise FederationError("there is no federation yet: call trainer.fit, with num_sanity_val_steps=0, first")
         return self._federation
 
     @property

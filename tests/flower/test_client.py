@@ -57,7 +57,7 @@ def test_a_node_needs_a_number(number, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr("lightning_fedbayes.transport.flower.roster.POLL_SECONDS", 0.01)
     grid = LocalGrid(client_apps(), numbers=[number] * 4)
-    with pytest.raises(FederationError, match="0 of 1 clients are connected"):
+    with pytest.raises(FederationError, match="0 of 1 clients have answered"):
         FusionStrategy(wait_for=1).start(grid, initial_arrays(hybrid()), timeout=0.05)
     assert f"partition-id is {number!r}" in caplog.text
 

@@ -328,7 +328,8 @@ class FederatedTemperature(CalibrationCallback):
         elif search.at_limit:
             why = "every held-out example is classified correctly" if search.temperature < 1 else "chance is better"
             ends = f"the temperature ends at its limit, T = {search.temperature:.3g}"
-            rank_zero_warn(f"{ends}: {why}, so no T within the limits is best; hold more examples out")
+            trust = ", or give max_influence=None if all clients are honest" if search.outlying else ""
+            rank_zero_warn(f"{ends}: {why}, as clients count, so none within is best; hold more examples out{trust}")
         elif search.exchanges >= MOST_EXCHANGES and (search.step or 0.0) ** 2 > ROUGH:
             taken = f"{search.exchanges} exchanges"
             rank_zero_warn(f"the temperature has not converged in {taken}: T = {search.temperature}")

@@ -31,9 +31,13 @@ class Roster:
         start = time.monotonic()
         while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:
-                remedy = "start the other SuperNodes, or lower wait_for= or Safeguards(min_clients=)"
+                remedy = (
+                    "raise timeout= if their processes are starting, start the other SuperNodes, or lower wait_for="
+                )
                 have = f"{len(self.nodes)} of {clients} clients"
-                raise FederationError(f"{have} are connected after {timeout:g} s; {remedy}")
+                raise FederationError(
+                    f"{have} have answered after {timeout:g} s; {remedy}, or Safeguards(min_clients=)"
+                )
             time.sleep(POLL_SECONDS)
         return self.nodes
 
