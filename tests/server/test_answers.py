@@ -1,13 +1,25 @@
 """Answers of clients to changes of the model: who sends the opposite of its result is left out, nobody else."""
 
 import copy
+import math
+from statistics import NormalDist
 
 import pytest
 import torch
 
 from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
-from lightning_fedbayes.methods import FedBuff
-from lightning_fedbayes.server.answers import DECAY, OF_MODEL, OF_MOVES, OF_OTHERS, TO_MODEL, TO_OTHERS, remembered
+from lightning_fedbayes.server.answers import (
+    DECAY,
+    OF_MODEL,
+    OF_MOVES,
+    OF_OTHERS,
+    OUT,
+    TO_MODEL,
+    TO_OTHERS,
+    WEIGHT,
+    _judged,
+    remembered,
+)
 
 SIZE, CLIENTS = 60, 10
 START = GaussianPosterior.point_mass({"a": torch.zeros(SIZE // 2, 1).double(), "b": torch.zeros(SIZE // 2).double()})
@@ -33,7 +45,7 @@ def run(
     scale=1.0,
     every=1,
     fusion="weighted_average",
-    first=None,
+    first=1.0,
 ):
     """Return client → rounds in which it is left out, and the server. ``lies``: client → factor of its moves."""
     curvatures, optima, draws = clients_of(seed, 0.5)
@@ -48,7 +60,7 @@ def run(
             errors = noise * torch.randn(SIZE, dtype=torch.float64, generator=draws)
             move = scale * 0.5 * (-curvatures[client] @ (at - optima[client]) + errors)
             move *= lies.get(client, 1.0) if round < until else 1.0
-            move *= 1e200 if client in lies and round == first else 1.0
+            move *= first if client in lies and not round else 1.0
             if server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None))).error is not None:
                 out.setdefault(client, []).append(round)
         server.finish()
@@ -120,10 +132,25 @@ def test_a_resumed_server_leaves_out_the_same_and_order_and_processes_do_not_mat
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_moves_that_differ_by_rounding_only_say_nothing():
-    server = Server(START, fusion="weighted_average", late=FedBuff())
-    for round in range(60):
-        server.begin(RoundPlan(round, (round % 9,), clients=9))
-        mean = {name: value + 1 / 3 for name, value in server.posterior.mean.items()}
-        assert server.admit(ClientUpdate(round % 9, 10, GaussianPosterior.point_mass(mean)), round).error is None
-        server.finish()
+def test_the_evidence_is_a_ratio_of_normal_densities_that_none_of_two_outvotes():
+    """Log N(ρ; −m, s²) − log N(ρ; m, s²), twice, against b² log K. K = 9, and the middle ones have s = 1.4826 · 0.1."""
+    known, means = torch.zeros(9, OUT + 1).double(), torch.zeros(9, 3, 10**6)
+    known[:, WEIGHT], known[:, OF_MOVES], known[:, OF_MODEL], known[:, OF_OTHERS] = 5.0, 1.0, 1.0, 1.0
+    others = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.4, 0.5, 0.6, 0.3]).double()
+    known[1:, TO_MODEL], known[1:, TO_OTHERS] = -others, others
+    spread = 1.4826 * 0.1
+
+    def evidence(correlation):
+        opposite, honest = (NormalDist(sign * 0.3, spread).pdf(correlation) for sign in (-1, 1))
+        return math.log(opposite / honest)
+
+    def out(against, beside, bound, before=0.0):
+        known[0, [TO_MODEL, TO_OTHERS]] = torch.tensor([against, beside]).double()
+        known[0, OUT] = before
+        return bool(_judged(known, means, bound)[0])
+
+    bound = math.sqrt((evidence(-0.1) + evidence(-0.2)) / math.log(9))
+    assert out(0.1, -0.2, bound - 1e-6)
+    assert not out(0.1, -0.2, bound + 1e-6)
+    assert [out(-0.2, -0.9, 1.0, before) for before in (0.0, 1.0)] == [False, True]
+    assert not out(-0.001, 0.001, 1.0, before=1.0)
