@@ -35,21 +35,10 @@ def clients_of(seed, alike=0.0):
     return curvatures, torch.randn(CLIENTS, SIZE, dtype=torch.float64, generator=draws), draws
 
 
-def run(
-    seed,
-    lies,
-    rounds=20,
-    noise=0.05,
-    server=None,
-    until=1000,
-    scale=1.0,
-    every=1,
-    fusion="weighted_average",
-    first=1.0,
-):
+def run(seed, lies, rounds=20, noise=0.05, server=None, until=1000, scale=1.0, every=1, first=1.0):
     """Return client → rounds in which it is left out, and the server. ``lies``: client → factor of its moves."""
     curvatures, optima, draws = clients_of(seed, 0.5)
-    server, out = server or Server(START, fusion=fusion), {}
+    server, out = server or Server(START, fusion="weighted_average"), {}
     for round in range(server.rounds, server.rounds + rounds):
         cohort = (
             tuple(range(CLIENTS)) if every == 1 else tuple(sorted(torch.randperm(CLIENTS)[: CLIENTS // every].tolist()))
@@ -60,7 +49,7 @@ def run(
             errors = noise * torch.randn(SIZE, dtype=torch.float64, generator=draws)
             move = scale * 0.5 * (-curvatures[client] @ (at - optima[client]) + errors)
             move *= lies.get(client, 1.0) if round < until else 1.0
-            move *= first if client in lies and not round else 1.0
+            move *= first / lies[client] if client in lies and not round else 1.0
             if server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None))).error is not None:
                 out.setdefault(client, []).append(round)
         server.finish()
@@ -75,6 +64,7 @@ def test_who_sends_the_opposite_is_left_out_within_five_rounds_and_nobody_else(s
     assert out[0][0] <= 4
     assert len(out[0]) >= 55
     assert run(seed, dict.fromkeys(range(3), factor))[0].keys() == {0, 1, 2}
+    assert all(len(run(seed, {0: factor}, 60, first=first)[0][0]) >= 40 for first in (1e6, 1e14, 1e200))
 
 
 @pytest.mark.parametrize("options", [{}, {"noise": 1.0}, {"scale": 1e-3}, {"scale": 2.0}, {"noise": 0.0}, {"every": 3}])
@@ -92,16 +82,19 @@ def test_who_stops_counts_again_and_who_begins_is_found():
 
 
 def test_what_is_known_is_of_fading_sums():
-    """By their definition: weighted means and covariances, message by message."""
+    """By their definition: weighted means and covariances, by message. Client 0's moves are ten times as long."""
     draws = torch.Generator().manual_seed(0)
     messages = torch.randn(5, 8, 2, SIZE, dtype=torch.float64, generator=draws)
-    messages[:, :, 0] /= messages[:, :, 0].norm(dim=2, keepdim=True)  # none is longer than the median one
-    memory = {}
+    messages[:, :, 0] /= messages[:, :, 0].norm(dim=2, keepdim=True)
+    within, models = messages.unbind(2)
+    moves, memory = within.clone(), {}
+    moves[:, 0] *= 1 + math.log(10)
+    messages = torch.stack([within, models], 2)
+    messages[:, 0, 0] *= 10
     for each in messages:
         memory = remembered("moves", memory, dict(enumerate(each)), 2.0)
     weights = (DECAY ** torch.arange(4, -1, -1, dtype=torch.float64))[:, None, None]
-    moves, models = messages.unbind(2)
-    parts = [each - (weights * each).sum(0) / weights.sum() for each in (moves, models, moves.sum(1, True) - moves)]
+    parts = [each - (weights * each).sum(0) / weights.sum() for each in (moves, models, within.sum(1, True) - within)]
     for column, (x, y) in {
         TO_MODEL: (0, 1),
         TO_OTHERS: (0, 2),
