@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_fedbayes.core.errors import FusionError, check_at_least, check_number, listed
 from lightning_fedbayes.core.messages import ClientUpdate
-from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_zero
+from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_dense, is_zero
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import joined, split
 from lightning_fedbayes.server.answers import DECAY, FEWEST, KINDS, OUT, entries_of, remembered
@@ -76,6 +76,7 @@ MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
 REMEDY = "training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
 """End of messages about updates that are refused."""
+Heard = dict[str, dict[int, Tensor]]  # kind → client → answer
 MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
 
@@ -141,7 +142,7 @@ class Guard:
         times = sorted(each[0] for each in paces)
         self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
         self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
-        self.heard: dict[str, dict[int, Tensor]] = {KINDS[0]: {}}
+        self.heard: Heard = {KINDS[0]: {}}
         self._opposed = set[int]()
         for kind in KINDS:
             known = self.memory.get(f"{kind} known", torch.empty(0, OUT + 1))
@@ -164,13 +165,11 @@ class Guard:
         """The means of a deterministic network as one vector, which a large one seldom needs."""
         return self.previous.flatten()[0]
 
-    def hear(
-        self, said: Mapping[int, int], answers: Sequence[Mapping[str, Mapping[int, Tensor]]] | None = None
-    ) -> None:
+    def hear(self, said: Mapping[int, int], answers: Sequence[Heard] | None = None) -> None:
         """Bound numbers of examples by the lower median of what the round's clients have ``said``, client → number.
 
         Without rounds, or of few clients, by that of what all have said last. Fewer than :data:`FEWEST` have no bound.
-        After a round, with the ``answers`` :attr:`heard` in each process, it notes both for later rounds.
+        With the ``answers`` :attr:`heard` in each process it notes both for later rounds.
         """
         now = torch.tensor(sorted(said), dtype=torch.int64)
         claims = torch.tensor([said[client] for client in sorted(said)], dtype=torch.float64)
@@ -412,8 +411,11 @@ class TensorsGuard(Guard):
             self.heard[KINDS[1]] = {}
 
     def watch(self, sent: ClientUpdate, started: GaussianPosterior) -> None:
-        if KINDS[1] in self.heard:
-            pair = entries_of(split(sent.buffers)[1], self._moved), entries_of(started.mean, self._moved)
+        tensors = split(sent.buffers)[1].items()
+        beside = {name: value for name, value in tensors if is_dense(value) and value.is_floating_point()}
+        fits = (name in beside and beside[name].shape == started.mean[name].shape for name in self._moved)
+        if KINDS[1] in self.heard and all(fits):
+            pair = entries_of(beside, self._moved), entries_of(started.mean, self._moved)
             self.heard[KINDS[1]][sent.client] = torch.stack(pair)
         super().watch(sent, started)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
+from lightning_fedbayes.methods import Averaging
 from lightning_fedbayes.server.answers import (
     DECAY,
     OF_MODEL,
@@ -40,16 +41,14 @@ def run(seed, lies, rounds=20, noise=0.05, server=None, until=1000, scale=1.0, e
     curvatures, optima, draws = clients_of(seed, 0.5)
     server, out = server or Server(START, fusion="weighted_average"), {}
     for round in range(server.rounds, server.rounds + rounds):
-        cohort = (
-            tuple(range(CLIENTS)) if every == 1 else tuple(sorted(torch.randperm(CLIENTS)[: CLIENTS // every].tolist()))
-        )
+        cohort = tuple(sorted(torch.randperm(CLIENTS, generator=draws)[: CLIENTS // every].tolist()))
         server.begin(RoundPlan(round, cohort, clients=CLIENTS))
         at = server.posterior.flatten()[0]
         for client in cohort:
             errors = noise * torch.randn(SIZE, dtype=torch.float64, generator=draws)
             move = scale * 0.5 * (-curvatures[client] @ (at - optima[client]) + errors)
             move *= lies.get(client, 1.0) if round < until else 1.0
-            move *= first / lies[client] if client in lies and not round else 1.0
+            move *= first / lies[client] if first > 1 and client in lies and not round else 1.0
             if server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None))).error is not None:
                 out.setdefault(client, []).append(round)
         server.finish()
@@ -147,3 +146,15 @@ def test_the_evidence_is_a_ratio_of_normal_densities_that_none_of_two_outvotes()
     assert not out(0.1, -0.2, bound + 1e-6)
     assert [out(-0.2, -0.9, 1.0, before) for before in (0.0, 1.0)] == [False, True]
     assert not out(-0.001, 0.001, 1.0, before=1.0)
+
+
+class Sends(Averaging):
+    sends, init = True, staticmethod(lambda posterior: dict(posterior.mean))
+
+
+@pytest.mark.parametrize("wrong", [None, torch.zeros(3), torch.zeros(SIZE // 2).to_sparse(), torch.zeros(30) * 1j])
+def test_what_a_method_sends_may_be_anything(wrong):
+    server = Server(START, fusion=Sends("weighted_average"))
+    server.begin(RoundPlan(0, tuple(range(9))))
+    tensors = {"method/a": START.mean["a"]} | ({} if wrong is None else {"method/b": wrong})
+    assert server.admit(ClientUpdate(0, 10, START, tensors)).error is not None
