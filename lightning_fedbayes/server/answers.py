@@ -57,29 +57,31 @@ def remembered(kind: str, memory: Mapping[str, Tensor], heard: Mapping[int, Tens
         rows = {client: row for row, client in enumerate(clients.tolist() if same else ())}
         others = [row for client, row in rows.items() if client not in finite]
 
-        lengths = moves.norm(dim=1)
-        beyond = lengths / torch.cat([lengths, known[others, LENGTH]]).median().clamp_min(1e-300)
-        within = moves / beyond.clamp_min(1.0)[:, None]
-        moves = within * (1 + beyond.clamp_min(1.0).log())[:, None]
+        lengths = moves.norm(dim=1).double()
+        usual = torch.cat([lengths, known[others, LENGTH]]).median().clamp_min(1e-300)
+        beyond = (lengths / usual).clamp_min(1.0).to(moves.dtype)[:, None]
+        within = moves / beyond
+        moves = within * (1 + beyond.log())
         now = torch.stack([moves, models, within.sum(0) - within], 1)
-        old, before = now.clone(), now.new_zeros(len(now), OUT + 1)
+        old, before = now.clone(), known.new_zeros(len(now), OUT + 1)
         for place, client in enumerate(finite):
             if client in rows:
-                old[place], before[place] = means[rows[client]].double(), known[rows[client]]
+                old[place], before[place] = means[rows[client]], known[rows[client]]
         if len(now) < FEWEST:
             now[:, 2] = old[:, 2]  # too few others
         before[:, :LENGTH] *= DECAY
         before[:, WEIGHT] += 1
-        move, model, rest = (now - old).unbind(1)
+        steps = now - old
+        move, model, rest = steps.unbind(1)
         pairs = (move, model), (move, rest), (move, move), (model, model), (rest, rest)
         products = torch.stack([(left * right).sum(1) for left, right in pairs], 1)
         before[:, TO_MODEL:LENGTH] += (1 - 1 / before[:, WEIGHT])[:, None] * products
         before[:, LENGTH] = lengths
-        old += (now - old) / before[:, WEIGHT, None, None]
+        old += steps / before[:, WEIGHT, None, None].to(steps.dtype)
 
         clients = torch.cat([clients[others], torch.tensor(list(finite))])[-MOST_KNOWN:]
         known = torch.cat([known[others], before])[-MOST_KNOWN:]
-        means = torch.cat([means[others], old.float()])[-MOST_KNOWN:] if others else old.float()[-MOST_KNOWN:]
+        means = torch.cat([means[others], old])[-MOST_KNOWN:] if others else old[-MOST_KNOWN:]
         if len(known) >= FEWEST:
             known[-len(now) :, OUT] = _judged(known, means, bound)[-len(now) :]
     return {f"{kind} clients": clients, f"{kind} known": known, f"{kind} means": means}
@@ -87,7 +89,7 @@ def remembered(kind: str, memory: Mapping[str, Tensor], heard: Mapping[int, Tens
 
 def _judged(known: Tensor, means: Tensor, bound: float) -> Tensor:
     """Return 1 for each client that is to be left out by what is ``known``, else 0, shape (clients,)."""
-    floor = (ROUNDING * means.double()).square().sum((1, 2)) * known[:, WEIGHT]
+    floor = (ROUNDING * means).square().sum((1, 2)) * known[:, WEIGHT]
     is_known = (known[:, WEIGHT] > 1) & (known[:, OF_MOVES] > floor)  # from the second message on
     num = int(is_known.sum())
     if num < FEWEST:

@@ -143,7 +143,7 @@ class Guard:
         self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
         self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
         self.heard: Heard = {KINDS[0]: {}}
-        self._opposed = set[int]()
+        self._opposed, self._model = set[int](), (GaussianPosterior({}, {}), torch.empty(0))
         for kind in KINDS:
             known = self.memory.get(f"{kind} known", torch.empty(0, OUT + 1))
             self._opposed.update(self.memory.get(f"{kind} clients", known[:, 0])[known[:, OUT] > 0].tolist())
@@ -185,18 +185,19 @@ class Guard:
         self.memory.update(claimants=torch.cat([known[silent], now]), claims=everyone)
         for kind in self.heard:
             heard = {client: pair for each in answers for client, pair in each[kind].items()}
-            if heard:
-                self.memory |= remembered(kind, self.memory, heard, self.max_influence)
+            self.memory |= remembered(kind, self.memory, heard, self.max_influence) if heard else {}
 
     def watch(self, sent: ClientUpdate, started: GaussianPosterior) -> None:
         """Note how a client answers the model that it ``started`` from. Raise FusionError if it opposes the others."""
         client, names = sent.client, started.names
         check_structure(sent.posterior, started, f"client {client}")
-        model = entries_of(started.mean, names)
-        self.heard[KINDS[0]][client] = torch.stack([entries_of(sent.posterior.mean, names) - model, model])
+        if self._model[0] is not started:
+            self._model = started, entries_of(started.mean, names)
+        move = entries_of(sent.posterior.mean, names) - self._model[1]
+        self.heard[KINDS[0]][client] = torch.stack([move, self._model[1]]).float()
         if client in self._opposed:
-            what = "answers changes of the global model as if it sent the opposite of its result"
-            raise FusionError(f"client {client}: it {what}, other than most. Check its {REMEDY}")
+            what = "answers the model as if it sent the opposite of its result"
+            raise FusionError(f"client {client}: it {what}. Check its {REMEDY}")
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances of client ``who`` that cannot come from training.
@@ -411,12 +412,11 @@ class TensorsGuard(Guard):
             self.heard[KINDS[1]] = {}
 
     def watch(self, sent: ClientUpdate, started: GaussianPosterior) -> None:
-        tensors = split(sent.buffers)[1].items()
-        beside = {name: value for name, value in tensors if is_dense(value) and value.is_floating_point()}
+        beside = {n: t for n, t in split(sent.buffers)[1].items() if is_dense(t) and t.is_floating_point()}
         fits = (name in beside and beside[name].shape == started.mean[name].shape for name in self._moved)
         if KINDS[1] in self.heard and all(fits):
             pair = entries_of(beside, self._moved), entries_of(started.mean, self._moved)
-            self.heard[KINDS[1]][sent.client] = torch.stack(pair)
+            self.heard[KINDS[1]][sent.client] = torch.stack(pair).float()
         super().watch(sent, started)
 
     def sizes_of(self, updates: Sequence[ClientUpdate], *, by_pieces: bool = False) -> Tensor:
