@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,6 +130,14 @@ class Admitted:
     refused: Mapping[int, str] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
 
+    def without(self, clients: Collection[int]) -> "Admitted":
+        """Return what is admitted without these clients."""
+        rows = [row for row, client in enumerate(self.clients) if client not in clients]
+        columns = {"clients": self.clients, "weights": self.weights, "facts": self.facts}
+        kept = {name: tuple(each[row] for row in rows) if each else () for name, each in columns.items()}
+        sizes = None if self.sizes is None else self.sizes[rows]
+        return replace(self, sizes=sizes, held=self.held.difference(clients), **kept)
+
 
 class Aggregation:
     """Collects the updates of a round and fuses them.
@@ -230,8 +239,11 @@ class Aggregation:
         if self._buffers.before is None:
             self._buffers.before = dict(update.buffers)
 
-    def _judge(self) -> None:
-        """Measure clients that came since the last call, and add those within limits, set at 7 clients, 14, 28, …"""
+    def _judge(self, ends: bool = False) -> None:
+        """Measure clients that came since the last call, and add those within limits, set at 7 clients, 14, 28, …
+
+        None is added if the round ``ends`` before any has been: more may be known of them then.
+        """
         assert self.guard is not None
         if self._unmeasured:
             recent = self._held[len(self._held) - self._unmeasured :]
@@ -251,7 +263,7 @@ class Aggregation:
             self._unmeasured = 0
             if self._streams and self._limits is not None:
                 self._release(sizes)
-        if self._streams and len(self._rows) >= self._judge_at:
+        if self._streams and len(self._rows) >= self._judge_at and (self._limits is not None or not ends):
             self._num_judged, self._judge_at = len(self._rows), 2 * len(self._rows)
             self._limits = self.guard.limits(self._sizes(), list(self._weights.values()))
             self._release(self._sizes()[[self._rows[update.client] for update in self._held]])
@@ -281,9 +293,9 @@ class Aggregation:
         self._add_to_sums(ready)
 
     def admitted(self) -> Admitted:
-        """Return what other processes must know of all clients. Those that wait are compared, and added if good."""
+        """Return what other processes must know of all clients. Those that wait are measured."""
         if self._clips:
-            self._judge()
+            self._judge(ends=True)
         held = tuple(update.client for update in self._held)
         sizes = self._sizes() if self._rows else None
         known: dict[str, Any] = {"sizes": sizes, "refused": self._refused, "held": frozenset(held)}
@@ -303,14 +315,26 @@ class Aggregation:
             facts = [replace(fact, posterior=fact.posterior.to("cpu"), previous=before) for fact in facts]
         return Admitted(held, facts=tuple(facts), **known)
 
-    def finish(self, everyone: Sequence[Admitted] | None = None) -> Aggregate:
+    def waits(self, num_clients: int) -> bool:
+        """True if none of a round's ``num_clients`` is added before all are known."""
+        return not self._streams or (self._clips and num_clients < self._group)
+
+    def finish(
+        self, everyone: Sequence[Admitted] | None = None, refused: Mapping[int, str] = MappingProxyType({})
+    ) -> Aggregate:
         """Fuse the clients of all processes, ``everyone`` admitted. None: they are exchanged now. All get the same.
 
-        Raise FusionError if the weights cannot be used, or the rule cannot fuse these posteriors.
+        Leave out those that are ``refused``, client → why, if the aggregation :meth:`waits`. Raise FusionError if the
+        weights cannot be used, or the rule cannot fuse these posteriors.
         """
         several = self.collective.size > 1
         if everyone is None:
             everyone = self.collective.all_gather(self.admitted())
+        if refused:
+            everyone = [each.without(refused) for each in everyone]
+            self._refused |= refused
+            self._held = [update for update in self._held if update.client not in refused]
+            self._weights = {client: weight for client, weight in self._weights.items() if client not in refused}
         weights = dict(sorted(self._weights_of(everyone).items()))
         outlying = self._add_held(weights, everyone)
         of_all = sum(weights.values())

@@ -87,6 +87,15 @@ def remembered(kind: str, memory: Mapping[str, Tensor], heard: Mapping[int, Tens
     return {f"{kind} clients": clients, f"{kind} known": known, f"{kind} means": means}
 
 
+def opposed_of(memory: Mapping[str, Tensor]) -> set[int]:
+    """Return the clients that are to be left out by what is known."""
+    found = set[int]()
+    for kind in KINDS:
+        known = memory.get(f"{kind} known", torch.empty(0, OUT + 1))
+        found.update(memory.get(f"{kind} clients", known[:, 0])[known[:, OUT] > 0].tolist())
+    return found
+
+
 def _judged(known: Tensor, means: Tensor, bound: float) -> Tensor:
     """Return 1 for each client that is to be left out by what is ``known``, else 0, shape (clients,)."""
     floor = (ROUNDING * means).square().sum((1, 2)) * known[:, WEIGHT]

@@ -31,7 +31,7 @@ from lightning_fedbayes.core.messages import ClientUpdate
 from lightning_fedbayes.core.posterior import PIECE, GaussianPosterior, flatten, is_dense, is_zero
 from lightning_fedbayes.fusion.accumulator import check_structure
 from lightning_fedbayes.methods.method import joined, split
-from lightning_fedbayes.server.answers import DECAY, FEWEST, KINDS, OUT, entries_of, remembered
+from lightning_fedbayes.server.answers import DECAY, FEWEST, KINDS, entries_of, opposed_of, remembered
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ MOST_MOVE = 1e15
 """Multiple of one plus the largest global mean that the root mean square of a tensor's moves may reach in a round."""
 REMEDY = "training, or turn the guard off by safeguards=fb.Safeguards(max_influence=None)"
 """End of messages about updates that are refused."""
+OPPOSES = f"client {{}}: it answers the model as if it sent the opposite of its result. Check its {REMEDY}"
 Heard = dict[str, dict[int, Tensor]]  # kind → client → answer
 MOST_MEASURED = 2**16
 """Entries of all clients that are measured at once: more would not stay in the cache."""
@@ -143,10 +144,7 @@ class Guard:
         self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
         self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
         self.heard: Heard = {KINDS[0]: {}}
-        self._opposed, self._model = set[int](), (GaussianPosterior({}, {}), torch.empty(0))
-        for kind in KINDS:
-            known = self.memory.get(f"{kind} known", torch.empty(0, OUT + 1))
-            self._opposed.update(self.memory.get(f"{kind} clients", known[:, 0])[known[:, OUT] > 0].tolist())
+        self._opposed, self._model = opposed_of(self.memory), (GaussianPosterior({}, {}), torch.empty(0))
         self.is_alone = is_alone
         self.is_deterministic = previous.is_point_mass
         if self.is_deterministic:
@@ -165,11 +163,11 @@ class Guard:
         """The means of a deterministic network as one vector, which a large one seldom needs."""
         return self.previous.flatten()[0]
 
-    def hear(self, said: Mapping[int, int], answers: Sequence[Heard] | None = None) -> None:
+    def hear(self, said: Mapping[int, int], is_last: bool = False) -> None:
         """Bound numbers of examples by the lower median of what the round's clients have ``said``, client → number.
 
         Without rounds, or of few clients, by that of what all have said last. Fewer than :data:`FEWEST` have no bound.
-        With the ``answers`` :attr:`heard` in each process it notes both for later rounds.
+        The last numbers of a round are noted for later ones.
         """
         now = torch.tensor(sorted(said), dtype=torch.int64)
         claims = torch.tensor([said[client] for client in sorted(said)], dtype=torch.float64)
@@ -180,12 +178,7 @@ class Guard:
         numbers = claims if self.part == 1 and len(said) >= FEWEST else everyone
         median = float(numbers.median()) if len(numbers) >= FEWEST else 0.0
         self.most_examples = self.max_influence * median if median > 0 else math.inf
-        if answers is None:
-            return
-        self.memory.update(claimants=torch.cat([known[silent], now]), claims=everyone)
-        for kind in self.heard:
-            heard = {client: pair for each in answers for client, pair in each[kind].items()}
-            self.memory |= remembered(kind, self.memory, heard, self.max_influence) if heard else {}
+        self.memory |= {"claimants": torch.cat([known[silent], now]), "claims": everyone} if is_last else {}
 
     def watch(self, sent: ClientUpdate, started: GaussianPosterior) -> None:
         """Note how a client answers the model that it ``started`` from. Raise FusionError if it opposes the others."""
@@ -196,8 +189,14 @@ class Guard:
         move = entries_of(sent.posterior.mean, names) - self._model[1]
         self.heard[KINDS[0]][client] = torch.stack([move, self._model[1]]).float()
         if client in self._opposed:
-            what = "answers the model as if it sent the opposite of its result"
-            raise FusionError(f"client {client}: it {what}. Check its {REMEDY}")
+            raise FusionError(OPPOSES.format(client))
+
+    def compare(self, answers: Sequence[Heard]) -> dict[int, str]:
+        """Note the answers that each process has :attr:`heard`. Return who opposes the others by them: client → why."""
+        for kind in self.heard:
+            heard = {client: pair for each in answers for client, pair in each[kind].items()}
+            self.memory |= remembered(kind, self.memory, heard, self.max_influence) if heard else {}
+        return {client: OPPOSES.format(client) for client in opposed_of(self.memory) - self._opposed}
 
     def check(self, posterior: GaussianPosterior, who: str) -> None:
         """Raise FusionError for variances of client ``who`` that cannot come from training.

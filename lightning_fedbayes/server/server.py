@@ -294,10 +294,13 @@ class Server:
                 refused.update(each.refused)  # updates that turn out not to count, now that all are known
         if self.collective.size > 1:
             outcomes.sort(key=lambda outcome: outcome.client)
-        aggregate, refusal, losses = None, None, {}
+        aggregate, refusal, losses, opposed = None, None, {}, {}
+        if self._hearing is not None and self._watches:
+            found, num = self._hearing.compare(answers), len(self._plan.cohort)
+            opposed = found if all(each.waits(num) for each in self._aggregations.values()) else {}
         if count >= self.safeguards.min_clients:
             try:
-                fused, losses = self._aggregate(everyone, score, notes)
+                fused, losses = self._aggregate(everyone, opposed, score, notes)
                 aggregate = self._moved(fused)
             except FusionError as error:
                 refusal = error
@@ -312,7 +315,7 @@ class Server:
         if aggregate is not None:
             guard = next(iter(self._aggregations.values())).guard
             if self._hearing is not None:
-                self._hearing.hear({each.client: each.num_examples for each in valid}, answers)
+                self._hearing.hear({each.client: each.num_examples for each in valid}, is_last=True)
             self._memory = {} if guard is None else guard.memory
             if self._counted_of is None:
                 self.sites |= aggregate.counted
@@ -342,7 +345,7 @@ class Server:
         )
 
     def _aggregate(
-        self, admitted: Sequence[Mapping[str, Admitted]], score: Scorer | None, notes: Sequence[Any]
+        self, admitted: Sequence[Mapping[str, Admitted]], opposed: Mapping[int, str], score: Scorer | None, notes: Any
     ) -> tuple[Aggregate, dict[str, float]]:
         """Return the rule's result, or the one of least held-out loss, and all losses. Raise FusionError for none."""
         results: dict[str, Aggregate] = {}
@@ -351,7 +354,7 @@ class Server:
         reason = "no candidate has a finite loss on the validation data"
         for name, aggregation in self._aggregations.items():
             try:
-                results[name] = aggregation.finish([each[name] for each in admitted])
+                results[name] = aggregation.finish([each[name] for each in admitted], opposed)
             except FusionError as error:
                 if len(self.rules) == 1:
                     raise

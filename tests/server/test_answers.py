@@ -6,9 +6,14 @@ from statistics import NormalDist
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from lightning_fedbayes import ClientUpdate, GaussianPosterior, RoundPlan, Server
+from lightning_fedbayes.core.exchange import ALONE
+from lightning_fedbayes.core.gloo import GlooCollective
+from lightning_fedbayes.core.messages import ClientFailure
 from lightning_fedbayes.methods import Averaging
+from lightning_fedbayes.server import aggregation
 from lightning_fedbayes.server.answers import (
     DECAY,
     OF_MODEL,
@@ -21,6 +26,8 @@ from lightning_fedbayes.server.answers import (
     _judged,
     remembered,
 )
+from tests.core.test_gloo import everywhere
+from tests.federations import assert_close
 
 SIZE, CLIENTS = 60, 10
 START = GaussianPosterior.point_mass({"a": torch.zeros(SIZE // 2, 1).double(), "b": torch.zeros(SIZE // 2).double()})
@@ -49,9 +56,9 @@ def run(seed, lies, rounds=20, noise=0.05, server=None, until=1000, scale=1.0, e
             move = scale * 0.5 * (-curvatures[client] @ (at - optima[client]) + errors)
             move *= lies.get(client, 1.0) if round < until else 1.0
             move *= first / lies[client] if first > 1 and client in lies and not round else 1.0
-            if server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None))).error is not None:
-                out.setdefault(client, []).append(round)
-        server.finish()
+            server.admit(ClientUpdate(client, 10, server.posterior.unflatten(at + move, None)))
+        for each in server.finish().outcomes:
+            out.setdefault(each.client, []).append(round) if each.error is not None else None
     return out, server
 
 
@@ -71,6 +78,36 @@ def test_who_sends_the_opposite_is_left_out_within_five_rounds_and_nobody_else(s
 def test_honest_unlike_clients_are_never_left_out(seed, options):
     """Also one whose moves are five times as long."""
     assert not run(seed, {3: 5.0}, 100, **options)[0]
+
+
+@pytest.mark.parametrize("fusion", ["weighted_average", "coordinate_median"])
+@pytest.mark.parametrize(("num", "at_once"), [(10, 0), (20, 0), (20, 2**16)])
+def test_who_is_found_does_not_count_in_that_round_if_all_wait_for_one_another(fusion, num, at_once, monkeypatch):
+    """Fewer than 14 wait, or of small networks more, and all for a median. Three processes find the same as one."""
+    monkeypatch.setattr(aggregation, "MOST_MEASURED", at_once)
+    curvatures, optima, _ = clients_of(0, 0.5)
+
+    def rounds(collective, until=20, fails=False):
+        server, found = Server(START, fusion=fusion, collective=collective), []
+        for round in range(until):
+            server.begin(RoundPlan(round, tuple(range(num))))
+            at = server.posterior.flatten()[0]
+            for k in range(collective.rank, num, collective.size):
+                move = -0.5 * curvatures[k % CLIENTS] @ (at - optima[k % CLIENTS]) * FLIPS.get(k, 1.0)
+                sent = ClientUpdate(k, 10, server.posterior.unflatten(at + move, None))
+                server.admit(ClientFailure(k, ValueError()) if fails and not k and round == until - 1 else sent)
+            found.append([each.client for each in server.finish().outcomes if each.error])
+        return found, server.posterior
+
+    found, fused = rounds(ALONE)
+    first = found.index([0])
+    assert first == 1 + (num == 20 and not at_once and fusion == "weighted_average")
+    among = HashStore()
+    for theirs, other in everywhere(lambda rank: rounds(GlooCollective(among, rank, 3)), range(3)):
+        assert theirs == found
+        assert_close(other, fused, 1e-9, 1e-12)
+    one, without = (rounds(ALONE, first + 1, fails)[1].flatten()[0] for fails in (False, True))
+    assert torch.allclose(one, without, 1e-9, 1e-12)
 
 
 def test_who_stops_counts_again_and_who_begins_is_found():
