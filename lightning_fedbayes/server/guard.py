@@ -144,7 +144,8 @@ class Guard:
         self._laps = times[len(times) // 2] if times else 0.0  # the faster one of the middle
         self._left = {k: min(1.0, max(1e-3, 2 + self._laps - far)) for k, (_, far, _) in self._paces.items()}
         self.heard: Heard = {KINDS[0]: {}}
-        self._opposed, self._model = opposed_of(self.memory), (GaussianPosterior({}, {}), torch.empty(0))
+        self._opposed = opposed_of(self.memory) if f"{KINDS[0]} known" in self.memory else set[int]()
+        self._model = GaussianPosterior({}, {}), torch.empty(0)
         self.is_alone = is_alone
         self.is_deterministic = previous.is_point_mass
         if self.is_deterministic:
