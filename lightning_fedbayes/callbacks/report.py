@@ -214,6 +214,7 @@ class FederationReport:
         self._diverged: list[int] = []
         self._unheld: list[str] = []
         self._failures: dict[str, Exception] = {}
+        self._told: dict[str, str] = {}  # of the round before
         self._losses: dict[int, float] = {}
         self._drawn: Tensor | None = None
         self._scored: ClientScores | None = None
@@ -277,10 +278,11 @@ class FederationReport:
             self._failures[self._clients.names[outcome.client]] = outcome.error
 
     def tell_failures(self, round: int) -> None:
-        """Print a line for each kind of failure of clients that are left out of ``round``, from 0."""
-        for line in told_failures(self._failures) if self._failures else ():
+        """Print a line for each new kind of failure of clients that are left out of ``round``, from 0."""
+        new = {name: error for name, error in self._failures.items() if self._told.get(name) != str(error)}
+        for line in told_failures(new) if new else ():
             rank_zero_info(f"Round {round + 1}: {line}")
-        self._failures = {}
+        self._told, self._failures = {name: str(error) for name, error in self._failures.items()}, {}
 
     def fused(self, result: RoundResult) -> None:
         """Note the clients' weights, and reliabilities if the rule infers them. Print lines about what went wrong."""

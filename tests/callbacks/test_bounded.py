@@ -252,6 +252,16 @@ def test_clients_that_fail_are_one_line_also_where_they_end_the_run():
     assert "1 round in a row had fewer than min_clients=1 valid updates" in end
 
 
+def test_a_failure_is_told_again_only_if_it_is_new(monkeypatch):
+    report, lines = FederationReport(), []
+    monkeypatch.setattr("lightning_fedbayes.callbacks.report.rank_zero_info", lines.append)
+    for round, text in enumerate(["torn", "torn", "wet", None, "wet"]):
+        report._failures = {} if text is None else {"north": OSError(text)}
+        report.tell_failures(round)
+    told = [f"Round {round}: client north is left out: OSError: {text}" for round, text in ((1, "torn"), (3, "wet"))]
+    assert lines == [*told, "Round 5: client north is left out: OSError: wet"]
+
+
 def settings_of(sizes):
     clients = Clients((), tuple(map(range, sizes)))
     sizes = {"clients": len(clients), "client_sizes": clients.described_sizes}
