@@ -1,4 +1,4 @@
-"""What one liar of ten costs by its message: posteriors, sites, a method's tensors, sums of heads.
+"""What one liar of ten costs by its message, and its silence: posteriors, sites, a method's tensors, sums of heads.
 
     python -m benchmarks.untrusted.messages [--seeds 3] [--out FOLDER]
 
@@ -93,10 +93,11 @@ KINDS: dict[str, tuple[Callable[[int, int], L.LightningModule], str | Method, tu
     "head, softmax": (partial(head, "softmax"), "sums", (SUMS,)),
 }
 FACTORS = {"× 1e30": 1e30, "× 1e6": 1e6, "× −1": -1.0, "× −10": -10.0, "× 0": 0.0, "NaN": math.nan}
-NOISE, ASKEW, COUNT = "noise", "askew", "count × 1e6"
+NOISE, ASKEW, COUNT, SILENT = "noise", "askew", "count × 1e6", "silent"
 ATTACKS = (*FACTORS, NOISE, ASKEW, COUNT)
-OF = {POSTERIOR: ("× 1e6", "× −1", "× −10", NOISE, COUNT), BESIDE: (*FACTORS, NOISE), SUMS: ATTACKS}
-"""Message → attacks on it. A count is of the whole message; numbers that are not finite are refused in all alike."""
+OF = {POSTERIOR: ("× 1e6", "× −1", "× −10", NOISE, COUNT, SILENT), BESIDE: (*FACTORS, NOISE), SUMS: ATTACKS}
+"""Message → attacks on it. A count is of the whole message; numbers that are not finite are refused in all alike. A
+client that is silent is no attack: what that costs, its data are worth."""
 
 
 class Cell(NamedTuple):
@@ -131,6 +132,8 @@ def liar(cell: Cell) -> Callable[[Sending], Callable[[Any], Iterator[Any]]]:
             if update is None or update.client:
                 if update is not None:
                     yield update
+                return
+            if cell.attack == SILENT:
                 return
             if cell.attack == COUNT:
                 yield replace(update, num_examples=1_000_000 * update.num_examples)
@@ -224,9 +227,11 @@ def table(done: Mapping[Cell, Mapping[str, Any]], data: str) -> str:
                 continue
             lost = {attack: honest - found for attack in ATTACKS if (found := mean(message, attack)) is not None}
             worst = max(lost, key=lambda attack: lost[attack], default="")
-            cost = [f"{lost[attack]:+.3f}" if attack in lost else "" for attack in ATTACKS]
+            silent = mean(message, SILENT)
+            lost |= {} if silent is None else {SILENT: honest - silent}
+            cost = [f"{lost[attack]:+.3f}" if attack in lost else "" for attack in (*ATTACKS, SILENT)]
             rows.append([kind, message, str(rounds), f"{honest:.3f}", f"{lost.get(worst, 0.0):.3f} ({worst})", *cost])
-    return markdown_table(["method", "message", "rounds", "honest", "largest loss", *ATTACKS], rows)
+    return markdown_table(["method", "message", "rounds", "honest", "largest loss", *ATTACKS, SILENT], rows)
 
 
 def main() -> None:
