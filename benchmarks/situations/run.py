@@ -24,6 +24,8 @@ from lightning_fedbayes.core.tables import markdown_table
 
 README = Path(__file__).parents[2] / "tests" / "zoo" / "README.md"
 PARTS = [part.asked.name for part in (data, steps, networks, again, huggingface, vision, graphs)]
+DUNDER = re.compile(r"\b__\w+__\b")
+"""Names that Markdown shows in bold letters, unless they are code."""
 HEADER = ("what people do", "thread", "sequential", "vectorized", "why not")
 
 
@@ -32,8 +34,8 @@ def row(case: Situation) -> tuple[str, ...]:
     words = [case.declared(engine) for engine in ("sequential", "vectorized")]
     shown = [f"**{word}**" if word in (DIFFERENT, ERROR) else word for word in words]
     _, _, _, owner, name, _, number = case.address.split("/")
-    what = re.sub(r"\b__\w+__\b", r"`\g<0>`", f"{case.name}: {case.asks}")  # else bold
-    return what, f"[{owner}/{name}#{number}]({case.address})", *shown, case.why
+    what, why = (DUNDER.sub(r"`\g<0>`", text) for text in (f"{case.name}: {case.asks}", case.why))
+    return what, f"[{owner}/{name}#{number}]({case.address})", *shown, why
 
 
 def tables() -> str:
