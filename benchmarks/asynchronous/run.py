@@ -360,15 +360,15 @@ def picture(done: Done) -> Any:
 def tables(done: Done) -> str:
     """Return all tables as Markdown."""
     parts = [
-        "### Logistic regression",
+        "## Logistic regression",
         times_table(done, "logistic", list(logistic.SPLITS)),
-        "### Digits by sites",
+        "## Digits by sites",
         times_table(done, "digits", ["sites"]),
-        "### Digits by sites and by averages",
+        "## Digits by sites and by averages",
         ends_table(done),
-        "### Absences",
+        "## Absences",
         absences_table(done),
-        "### One of ten clients lies, ten times as fast: accuracy",
+        "## One of ten clients lies, ten times as fast: accuracy",
         liars_table(done),
     ]
     return "\n\n".join(parts)

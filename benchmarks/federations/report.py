@@ -418,7 +418,7 @@ def figures(results: Results, folder: Path) -> None:
 def draw(name: str, rows: Rows, file: Path) -> None:
     """Draw mean and standard error of both NLLs, one line for each method."""
     wanted: list[str] = [each for each in rows if not each.endswith((KINDS[0], KINDS[2]))]
-    figure = Figure(figsize=(6.4, 0.5 + 0.25 * len(wanted)), dpi=90, layout="constrained")
+    figure = Figure(figsize=(6.4, 0.8 + 0.25 * len(wanted)), dpi=90, layout="constrained")
     axes = figure.subplots()
     keys: dict[str, tuple[str, Callable[[int], float]]] = {
         "clients": ("mean over clients", lambda row: row - 0.12),
@@ -442,7 +442,7 @@ def draw(name: str, rows: Rows, file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"{name}: NLL on the clients' test parts, nats", fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
-    axes.legend(fontsize=7, frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture)
     Image.open(picture).convert("RGB").quantize(64).save(file, optimize=True)

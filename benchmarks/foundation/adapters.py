@@ -352,7 +352,7 @@ def table(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
         "chosen",
         "seeds",
     ]
-    return f"### {data}\n\n{markdown_table(heads, rows)}"
+    return f"## {data}\n\n{markdown_table(heads, rows)}"
 
 
 def tries(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
@@ -372,7 +372,7 @@ def tries(done: Mapping[Cell, Mapping[str, float]], data: str) -> str:
         for found in [done[Cell(data, method, choice, 0)]]
     ]
     heads = ["method", "tried", "held-out NLL", "with temperature", "test accuracy", "test NLL", "with temperature"]
-    return f"### {data}, what was tried (seed 0)\n\n{markdown_table(heads, rows)}"
+    return f"## {data}, what was tried (seed 0)\n\n{markdown_table(heads, rows)}"
 
 
 def main() -> None:

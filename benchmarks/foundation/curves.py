@@ -274,7 +274,7 @@ def main() -> None:
             done[cell] = of_another_split(cell, done) or run(cell, found)
         gc.collect()  # a Trainer is a cycle, and what its clients keep of the one-hot head is a gigabyte
         study.keep(FILE, cell, {"points": done[cell]})
-    parts = [(f"### {images:,} training images", table(done, images)) for images in SIZES]
+    parts = [(f"## {images:,} training images", table(done, images)) for images in SIZES]
     include(HERE / "CURVES.md", "\n\n".join(text for part in parts if "\n" in part[1] for text in part))
     picture(done).savefig(HERE / "curves.png", dpi=70)
 

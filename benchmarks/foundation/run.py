@@ -307,7 +307,7 @@ def tables(done: Mapping[Cell, Mapping[str, float]]) -> str:
                     len(found),
                 ]
             )
-        title = f"### {data}, {size:,} training images" if size else f"### Genre of lines of {data}"
+        title = f"## {data}, {size:,} training images" if size else f"## Genre of lines of {data}"
         heads = [
             "method",
             "split",
@@ -324,7 +324,7 @@ def tables(done: Mapping[Cell, Mapping[str, float]]) -> str:
             "seeds",
         ]
         parts += [title, markdown_table(heads, rows)]
-    return "\n\n".join([*parts, "### One-hot heads: λ by evidence, and the best of a grid", ridges(done)])
+    return "\n\n".join([*parts, "## One-hot heads: λ by evidence, and the best of a grid", ridges(done)])
 
 
 def ridges(done: Mapping[Cell, Mapping[str, float]]) -> str:

@@ -124,7 +124,7 @@ def _retained(spec: Mapping[str, Any], rows: Rows) -> Figure:
                 curves = [result["retained"][measure] for result in _results(rows, spec, panel, name)]
                 if curves:
                     axes.plot(FRACTIONS, np.mean(curves, 0), label=str(name), **_style(number))
-            axes.set(title=f"{panel}, {measure}", xlabel="examples retained")
+            axes.set(title=f"{panel}\n{measure}", xlabel="examples retained")
         line[0].set_ylabel("accuracy")
     return _finish(figure, grid)
 
@@ -166,7 +166,7 @@ def _finish(figure: Figure, grid: Any) -> Figure:
         handles.values(),
         handles.keys(),
         loc="outside lower center",
-        ncols=min(3, len(handles)),
+        ncols=2 if max(map(len, handles)) > 24 else min(3, len(handles)),
         frameon=False,
         fontsize=8,
     )

@@ -101,7 +101,7 @@ def write(study: Study, budget: str, finished: Finished, out: Path) -> str:
     changed = ", ".join(f"{name} {value}" for name, value in study.budgets[budget].items()) or "nothing"
     parts = [
         f"# {study.title}",
-        "\n".join(f"`{line}`" for line in dict.fromkeys(result["command"] for result in finished.values())),
+        "\n".join(["```console", *dict.fromkeys(result["command"] for result in finished.values()), "```"]),
         f"Budget **{budget}**, which changes: {changed}. Seeds {', '.join(map(str, seeds))} (network, partition, order "
         "and noise); mean ± standard error over the seeds, of the test part.",
         f"Settings: {common_settings(finished, study.factors)}.",

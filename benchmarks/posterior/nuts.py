@@ -317,13 +317,13 @@ def of_true_class(probs: Tensor, targets: Tensor) -> Tensor:
 def tables(done: Results) -> str:
     """Return all tables as Markdown."""
     exact = {cell.problem: found for cell, found in done.items() if cell.method == NUTS}
-    parts = ["### Truth", truths(exact)]
+    parts = ["## Truth", truths(exact)]
     for problem in exact:
-        parts += [f"### {problem[0].upper()}{problem[1:]}", table(done, problem)]
+        parts += [f"## {problem[0].upper()}{problem[1:]}", table(done, problem)]
     if any("bound" in found for found in done.values()):
-        parts += ["### Bounds of the pooled Gaussians", bounds(done)]
+        parts += ["## Bounds of the pooled Gaussians", bounds(done)]
     if any("distances" in found for found in done.values()):
-        parts += ["### Estimated and true distance", estimates(done)]
+        parts += ["## Estimated and true distance", estimates(done)]
     return "\n\n".join(parts)
 
 

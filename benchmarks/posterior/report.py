@@ -42,17 +42,17 @@ def tables(results: Results) -> str:
     """Return the report of all finished cells, in Markdown."""
     parts = []
     if rows := rows_of(results, "logistic"):
-        parts += ["### Logistic regression", logistic_table(rows), bars_by_round(rows)]
+        parts += ["## Logistic regression", logistic_table(rows), bars_by_round(rows)]
     if rows := rows_of(results, "digits"):
-        parts += ["### Digits", scores_table(rows), digits_bars(rows)]
+        parts += ["## Digits", scores_table(rows), digits_bars(rows)]
     if rows := rows_of(results, "digits_hybrid"):
-        parts += ["### Digits, last layer Bayesian", scores_table(rows)]
+        parts += ["## Digits, last layer Bayesian", scores_table(rows)]
     if rows := rows_of(results, "fashion_mnist"):
-        parts += ["### FashionMNIST", scores_table(rows), fashion_mnist_bars(rows)]
+        parts += ["## FashionMNIST", scores_table(rows), fashion_mnist_bars(rows)]
         fedavg = {key: seeds for key, seeds in rows.items() if key[1] == "fedavg"}  # which has no KL to weigh
         if tempered := rows_of(results, "fashion_mnist_tempered"):
             rows = {**fedavg, **tempered}
-            parts += ["### FashionMNIST, KL weight 0.1", scores_table(rows), fashion_mnist_bars(rows)]
+            parts += ["## FashionMNIST, KL weight 0.1", scores_table(rows), fashion_mnist_bars(rows)]
     return "\n\n".join(parts)
 
 

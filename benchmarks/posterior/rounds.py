@@ -331,16 +331,16 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
         mine = {cell: found for cell, found in done.items() if cell.study == "rounds" and cell.data == data}
         pooled = {cell.seed: found["0"] for cell, found in mine.items() if cell.method == "pooled"}
         if pooled:
-            parts += [f"### {data[0].upper()}{data[1:]}", by_round(mine, pooled)]
+            parts += [f"## {data[0].upper()}{data[1:]}", by_round(mine, pooled)]
     widths = {cell: found for cell, found in done.items() if cell.study == "widths"}
     if widths:
-        parts += ["### Sites beside the best σ around the same means", beside_best_widths(widths, done)]
+        parts += ["## Sites beside the best σ around the same means", beside_best_widths(widths, done)]
     networks = {cell: found for cell, found in done.items() if cell.study == "networks"}
     if networks:
-        parts += ["### The default beside federated averaging, 300 rounds", beside_averaging(networks)]
+        parts += ["## The default beside federated averaging, 300 rounds", beside_averaging(networks)]
     rules = {cell.method: found for cell, found in done.items() if cell.study == "rules"}
     if rules:
-        parts += ["### Every rule, 200 rounds of digits", grown(rules)]
+        parts += ["## Every rule, 200 rounds of digits", grown(rules)]
     return "\n\n".join(parts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +24,8 @@ from lightning_fedbayes.core.tables import markdown_table
 
 README = Path(__file__).parents[2] / "tests" / "zoo" / "README.md"
 PARTS = [part.asked.name for part in (data, steps, networks, again, huggingface, vision, graphs)]
+DUNDER = re.compile(r"\b__\w+__\b")
+"""Names that Markdown shows in bold letters, unless they are code."""
 HEADER = ("what people do", "thread", "sequential", "vectorized", "why not")
 
 
@@ -31,7 +34,8 @@ def row(case: Situation) -> tuple[str, ...]:
     words = [case.declared(engine) for engine in ("sequential", "vectorized")]
     shown = [f"**{word}**" if word in (DIFFERENT, ERROR) else word for word in words]
     _, _, _, owner, name, _, number = case.address.split("/")
-    return f"{case.name}: {case.asks}", f"[{owner}/{name}#{number}]({case.address})", *shown, case.why
+    what, why = (DUNDER.sub(r"`\g<0>`", text) for text in (f"{case.name}: {case.asks}", case.why))
+    return what, f"[{owner}/{name}#{number}]({case.address})", *shown, why
 
 
 def tables() -> str:
@@ -39,7 +43,7 @@ def tables() -> str:
     parts = list[str]()
     for group in PARTS:
         rows = [row(case) for case in SITUATIONS if case.group == group]
-        parts.append(f"### {group}\n\n{markdown_table(HEADER, rows)}")
+        parts.append(f"## {group}\n\n{markdown_table(HEADER, rows)}")
     found = [case.declared("sequential") for case in SITUATIONS]
     counts = ", ".join(f"{found.count(word)} {word}" for word in dict.fromkeys(found))
     return "\n\n".join([f"{len(SITUATIONS)} situations; sequential: {counts}.", *parts])

@@ -1,16 +1,19 @@
 """Links to files all over the repository: the site takes in the files that its pages link to.
 
-A page or picture outside ``docs`` comes as it is, any other file as a page that shows it. A paragraph that is one link
-with the title "included", such as ``[figures](../benchmarks/uci/README.md#results "included")``, becomes the text under
-that heading, so that a sentence or a number stands in one place.
+A page or picture outside ``docs`` comes as it is, a notebook as its text and code, any other file as a page that shows
+it. A paragraph that is one link with the title "included", such as
+``[figures](../benchmarks/uci/README.md#results "included")``, becomes the text under that heading, so that a sentence
+or a number stands in one place.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from markdown.extensions.toc import slugify_unicode
 from mkdocs.config.defaults import MkDocsConfig
@@ -73,8 +76,24 @@ def taken_in(path: Path, uri: str, config: MkDocsConfig) -> File:
     if path.suffix in AS_THEY_ARE:
         return File.generated(config, uri, abs_src_path=str(path))
     name = path.relative_to(Path(config.docs_dir).parent).as_posix()
+    if path.suffix == ".ipynb":
+        text = notebook(json.loads(path.read_text()), name)
+        return File.generated(config, uri, content=rebased(text, path, Path(config.docs_dir)))
     language = LANGUAGES.get(path.suffix, "text")
     return File.generated(config, uri, content=f"# {path.name}\n\n`{name}`\n\n```{language}\n{path.read_text()}```\n")
+
+
+def notebook(content: dict[str, Any], name: str) -> str:
+    r"""Return the cells of a notebook as Markdown, and its name below the title.
+
+    >>> cells = [{"cell_type": "markdown", "source": ["# T\n", "\n", "a"]}, {"cell_type": "code", "source": ["1"]}]
+    >>> notebook({"cells": cells}, "n.ipynb")
+    '# T\n\n`n.ipynb`\n\na\n\n```python\n1\n```\n'
+    """
+    texts = [("".join(cell["source"]), cell["cell_type"]) for cell in content["cells"]]
+    shown = [f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts if text]
+    title, _, rest = "\n\n".join(shown).partition("\n")
+    return f"{title}\n\n`{name}`\n\n{rest.lstrip()}\n"
 
 
 def rebased(text: str, source: Path, docs: Path, page: Path | None = None) -> str:

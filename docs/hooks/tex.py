@@ -24,6 +24,12 @@ UNKNOWN = (
     (r"(?<![A-Za-z\\])KL(?![A-Za-z])", r"\\mathrm{KL}"),
 )
 """Replacements for LaTeX that latex2mathml does not know, or sets too tightly."""
+MENDED = (
+    ("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>"),
+    (r"<mi>(;|&#x000B1;)</mi>", r"<mo>\1</mo>"),
+    ('<mo accent="true">&#x02015;</mo>', '<mo stretchy="true">&#x000AF;</mo>'),
+)
+"""Replacements for MathML: relations and signs need room on both sides, and a bar is as long as what is below it."""
 AFTER_CODE_BEFORE_ESCAPES = 185
 """Priority: backticks (190) hide dollars, and backslashes (180) belong to TeX."""
 
@@ -40,7 +46,10 @@ def mathml(tex: str, display: str) -> str:
     """
     for pattern, replacement in UNKNOWN:
         tex = re.sub(pattern, replacement, tex)
-    return convert(tex, display=display)
+    mended = convert(tex, display=display)
+    for pattern, replacement in MENDED:
+        mended = re.sub(pattern, replacement, mended)
+    return mended
 
 
 class _Equation(InlineProcessor):

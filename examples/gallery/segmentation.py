@@ -77,9 +77,9 @@ def main(output: Path, rounds: int = 40) -> dict[str, float]:
         "truth": masks.float().masked_fill(masks == NO_LABEL, torch.nan),
         "prediction": prediction.label,
         "uncertainty": prediction.entropy,
-        "classes in the set": sets,
+        "size of the set": sets,
     }
-    figure = plots.empty_figure(10, 8)
+    figure = plots.empty_figure(7, 5.8)
     for row, axes in zip(range(4), figure.subplots(4, 5)):
         for (name, values), each in zip(shown.items(), axes):
             each.imshow(

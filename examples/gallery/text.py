@@ -62,7 +62,7 @@ def main(output: Path, rounds: int = 15) -> dict[str, float]:
     known, new = (fb.ClientDatasets({name: reviews(size, *of) for name, of in shops.items()}) for size in (60, 500))
     public, adam = fb.HybridBayesianClassifier(Reader(), 0, learning_rate=0.003), torch.optim.Adam
     L.Trainer(max_epochs=1, barebones=True).fit(public, DataLoader(reviews(20_000, 0.5, (0, 30), opinions=1), 64))
-    rows, axes = [], (figure := plots.empty_figure(7, 3.75)).subplots()
+    rows, axes = [], (figure := plots.empty_figure(6, 4.5)).subplots()
     for name, fusion, optimizer in (
         ("whole network, FedAvg", "weighted_average", partial(adam, lr=0.001)),
         ("adapters, FedAvg", "weighted_average", partial(adam, lr=0.01)),

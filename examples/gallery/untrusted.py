@@ -105,7 +105,10 @@ def main(output: Path, rounds: int = 20) -> dict[str, float]:
     print(markdown_table(["", *(f"accuracy, round {k}" for k in shown), "NLL at the end"], rows))
 
     figure = plots.rounds({name: [each["accuracy"] for each in curve] for name, curve in found.items()}, "accuracy")
-    figure.set_size_inches(8, 3.75)
+    figure.set_size_inches(6, 4.5)
+    axes = figure.axes[0]
+    axes.legend().remove()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     output.mkdir(parents=True, exist_ok=True)
     figure.savefig(output / "untrusted.png")
     return {name: curve[-1]["accuracy"] for name, curve in found.items()}
