@@ -256,10 +256,10 @@ def test_a_failure_is_told_again_only_if_it_is_new(monkeypatch):
     report, lines = FederationReport(), []
     monkeypatch.setattr("lightning_fedbayes.callbacks.report.rank_zero_info", lines.append)
     for round, text in enumerate(["torn", "torn", "wet", None, "wet"]):
-        report._failures = {} if text is None else {"north": OSError(text)}
+        report._failures = {"north": OSError(text)} if text else {}
         report.tell_failures(round)
-    told = [f"Round {round}: client north is left out: OSError: {text}" for round, text in ((1, "torn"), (3, "wet"))]
-    assert lines == [*told, "Round 5: client north is left out: OSError: wet"]
+    told = (1, "torn"), (3, "wet"), (5, "wet")
+    assert lines == [f"Round {number}: client north is left out: OSError: {text}" for number, text in told]
 
 
 def settings_of(sizes):

@@ -88,12 +88,9 @@ def test_every_key_is_documented_and_every_documented_key_is_logged(runs):
     assert {each for each in known if not any(fits(key, each) for key in found)} == set()
 
 
-def test_what_is_defined_is_logged(runs):
+def test_what_is_defined_is_logged_and_the_summary_keeps_the_best_round_beside_the_last(runs):
     for name, (_, run) in runs.items():
         assert set(run.defined) - {"trainer/global_step"} - run.keys == set(), name
-
-
-def test_the_summary_keeps_the_best_round_of_a_validation_beside_the_last(runs):
     defined = runs["sites"][1].defined
     best = {"nll": "min", "ece": "min", "brier": "min", "accuracy": "max", "clients/accuracy_worst": "max"}
     assert {name: defined[f"val/{name}"] for name in best} == {name: {each, "last"} for name, each in best.items()}

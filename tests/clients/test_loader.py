@@ -8,17 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils import data as of_torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.loader import FederatedLoader, batching_of
@@ -246,12 +237,12 @@ class TestFailures:
         assert all(words in str(batch.error) for batch in batches)
 
 
-class Stream(IterableDataset):
+class Stream(of_torch.IterableDataset):
     def __iter__(self):
         yield torch.zeros(1)
 
 
-class Backwards(SequentialSampler):
+class Backwards(of_torch.SequentialSampler):
     def __iter__(self):
         return reversed(range(len(self.data_source)))
 
@@ -271,13 +262,19 @@ class TestSettings:
             (lambda d: {"a": DataLoader(d)}, "a dict; give one torch DataLoader"),
             (lambda d: None, "NoneType; give one torch DataLoader"),
             (lambda d: DataLoader(Stream()), "Stream is iterable.*map-style data set"),
-            (lambda d: DataLoader(d, batch_sampler=BatchSampler(RandomSampler(d), 3, True)), "batch sampler of"),
+            (
+                lambda d: DataLoader(d, batch_sampler=of_torch.BatchSampler(RandomSampler(d), 3, True)),
+                "batch sampler of",
+            ),
             (lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]]), "batch sampler of its own.*give batch_size="),
             (lambda d: DataLoader(d, batch_size=None), "batch_size="),
             (lambda d: type("Mine", (DataLoader,), {"__iter__": iter})(d), "Mine has its own __iter__.*collate_fn="),
             (lambda d: type("Mine", (DataLoader,), {"_get_iterator": iter})(d), "Mine has its own _get_iterator"),
             (lambda d: DataLoader(d, sampler=Backwards(d)), "a Backwards; .*shuffle=True or False"),
-            (lambda d: DataLoader(d, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a WeightedRandomSampler"),
+            (
+                lambda d: DataLoader(d, sampler=of_torch.WeightedRandomSampler([1.0] * 10, 10)),
+                "a WeightedRandomSampler",
+            ),
             (lambda d: DataLoader(d, sampler=RandomSampler(d, replacement=True)), "RandomSampler.*shuffle="),
             (lambda d: DataLoader(d, sampler=RandomSampler(d, num_samples=3)), "RandomSampler.*shuffle="),
         ],

@@ -17,14 +17,11 @@ def draws():
     return random.random(), np.random.rand(), torch.rand(()).item()
 
 
-def test_all_arguments_count_and_none_collide():
+def test_all_arguments_count_none_collide_and_seeds_stay_what_they_are():
+    """A checkpoint is resumed in another process, with another hash seed, by a later version."""
     keys = itertools.product((0, 1, 11), STREAMS, range(12), (SERVER, *range(11)), range(6))
     seeds = [derive_seed(*key) for key in keys]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_seeds_stay_what_they_are():
-    """A checkpoint is resumed in another process, with another hash seed, by a later version."""
     assert derive_seed(3, "order", round=2, client=1, step=5) == 5647549401005917005
 
 

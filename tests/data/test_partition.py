@@ -71,7 +71,8 @@ def test_split_of_own_indices_is_sorted():
     assert split.counts.tolist() == [[1, 1], [1, 0]]
 
 
-def test_iid_sizes_differ_by_at_most_one_and_seeds_differ():
+def test_iid_sizes_differ_by_at_most_one_seeds_differ_and_fractions_that_sum_to_one_use_all():
+    assert sum(fb.SizesPartition([1 / 3, 1 / 3, 1 / 3]).split(None, 0, 100).sizes) == 100
     first, second = fb.IIDPartition(7).split(None, 0, 100), fb.IIDPartition(7).split(None, 1, 100)
     assert max(first.sizes) - min(first.sizes) <= 1
     assert not torch.equal(first.indices[0], second.indices[0])
@@ -84,10 +85,6 @@ def test_regression_targets_can_be_dealt_iid_but_not_by_label():
     assert fb.IIDPartition(3).split(target, 0).counts is None
     with pytest.raises(PartitionError, match=r"float32.*integer class.*bin"):
         fb.DirichletPartition(3, 1.0).split(target, 0)
-
-
-def test_fractions_that_sum_to_one_use_all_examples():
-    assert sum(fb.SizesPartition([1 / 3, 1 / 3, 1 / 3]).split(None, 0, 100).sizes) == 100
 
 
 def balanced(classes, each):

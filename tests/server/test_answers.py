@@ -13,19 +13,7 @@ from lightning_fedbayes.core.exchange import ALONE
 from lightning_fedbayes.core.gloo import GlooCollective
 from lightning_fedbayes.core.messages import ClientFailure
 from lightning_fedbayes.methods import Averaging
-from lightning_fedbayes.server import aggregation
-from lightning_fedbayes.server.answers import (
-    DECAY,
-    OF_MODEL,
-    OF_MOVES,
-    OF_OTHERS,
-    OUT,
-    TO_MODEL,
-    TO_OTHERS,
-    WEIGHT,
-    _judged,
-    remembered,
-)
+from lightning_fedbayes.server import aggregation, answers
 from tests.core.test_gloo import everywhere
 from tests.federations import assert_close
 
@@ -85,13 +73,12 @@ def test_honest_unlike_clients_are_never_left_out(seed, options):
 def test_who_is_found_does_not_count_in_that_round_if_all_wait_for_one_another(fusion, num, at_once, monkeypatch):
     """Fewer than 14 wait, or of small networks more, and all for a median. Three processes find the same as one."""
     monkeypatch.setattr(aggregation, "MOST_MEASURED", at_once)
-    curvatures, optima, _ = clients_of(0, 0.5)
+    (curvatures, optima, _), among = clients_of(0, 0.5), HashStore()
 
     def rounds(collective, until=20, fails=False):
         server, found = Server(START, fusion=fusion, collective=collective), []
         for round in range(until):
-            server.begin(RoundPlan(round, tuple(range(num))))
-            at = server.posterior.flatten()[0]
+            at = server.begin(RoundPlan(round, tuple(range(num)))).posterior.flatten()[0]
             for k in range(collective.rank, num, collective.size):
                 move = -0.5 * curvatures[k % CLIENTS] @ (at - optima[k % CLIENTS]) * FLIPS.get(k, 1.0)
                 sent = ClientUpdate(k, 10, server.posterior.unflatten(at + move, None))
@@ -100,9 +87,7 @@ def test_who_is_found_does_not_count_in_that_round_if_all_wait_for_one_another(f
         return found, server.posterior
 
     found, fused = rounds(ALONE)
-    first = found.index([0])
-    assert first == 1 + (num == 20 and not at_once and fusion == "weighted_average")
-    among = HashStore()
+    assert (first := found.index([0])) == 1 + (num == 20 and not at_once and fusion == "weighted_average")
     for theirs, other in everywhere(lambda rank: rounds(GlooCollective(among, rank, 3)), range(3)):
         assert theirs == found
         assert_close(other, fused, 1e-9, 1e-12)
@@ -128,16 +113,11 @@ def test_what_is_known_is_of_fading_sums():
     messages = torch.stack([within, models], 2)
     messages[:, 0, 0] *= 10
     for each in messages:
-        memory = remembered("moves", memory, dict(enumerate(each)), 2.0)
-    weights = (DECAY ** torch.arange(4, -1, -1, dtype=torch.float64))[:, None, None]
+        memory = answers.remembered("moves", memory, dict(enumerate(each)), 2.0)
+    weights = (answers.DECAY ** torch.arange(4, -1, -1, dtype=torch.float64))[:, None, None]
     parts = [each - (weights * each).sum(0) / weights.sum() for each in (moves, models, within.sum(1, True) - within)]
-    for column, (x, y) in {
-        TO_MODEL: (0, 1),
-        TO_OTHERS: (0, 2),
-        OF_MOVES: (0, 0),
-        OF_MODEL: (1, 1),
-        OF_OTHERS: (2, 2),
-    }.items():
+    columns = answers.TO_MODEL, answers.TO_OTHERS, answers.OF_MOVES, answers.OF_MODEL, answers.OF_OTHERS
+    for column, (x, y) in zip(columns, ((0, 1), (0, 2), (0, 0), (1, 1), (2, 2)), strict=True):
         expected = (weights * parts[x] * parts[y]).sum((0, 2))
         torch.testing.assert_close(memory["moves known"][:, column], expected, rtol=1e-5, atol=1e-6)
 
@@ -147,8 +127,8 @@ def test_gradients_of_convex_losses_answer_against_the_model():
     models, memory = torch.randn(6, SIZE, dtype=torch.float64, generator=draws), {}
     for at in models:
         pairs = {k: torch.stack([-curvatures[k] @ (at - optima[k]), at]) for k in range(CLIENTS)}
-        memory = remembered("moves", memory, pairs, 2.0)
-    assert bool((memory["moves known"][:, TO_MODEL] < 0).all())
+        memory = answers.remembered("moves", memory, pairs, 2.0)
+    assert bool((memory["moves known"][:, answers.TO_MODEL] < 0).all())
 
 
 def test_a_resumed_server_leaves_out_the_same_and_order_and_processes_do_not_matter():
@@ -157,16 +137,17 @@ def test_a_resumed_server_leaves_out_the_same_and_order_and_processes_do_not_mat
     other.load_state_dict(copy.deepcopy(server.state_dict()))
     assert run(0, FLIPS, 5, server=server)[0] == run(0, FLIPS, 5, server=other)[0] != {}
     heard = {k: torch.randn(2, SIZE, dtype=torch.float64) for k in range(9)}
-    one, two = (remembered("moves", {}, dict(each), 2.0) for each in (heard.items(), reversed(heard.items())))
+    one, two = (answers.remembered("moves", {}, dict(each), 2.0) for each in (heard.items(), reversed(heard.items())))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_evidence_is_a_ratio_of_normal_densities_that_none_of_two_outvotes():
     """Log N(ρ; −m, s²) − log N(ρ; m, s²), twice, against b² log K. K = 9, and the middle ones have s = 1.4826 · 0.1."""
-    known, means = torch.zeros(9, OUT + 1).double(), torch.zeros(9, 3, 10**6)
-    known[:, WEIGHT], known[:, OF_MOVES], known[:, OF_MODEL], known[:, OF_OTHERS] = 5.0, 1.0, 1.0, 1.0
+    known, means = torch.zeros(9, answers.OUT + 1).double(), torch.zeros(9, 3, 10**6)
+    known[:, [answers.OF_MOVES, answers.OF_MODEL, answers.OF_OTHERS]] = 1.0
+    known[:, answers.WEIGHT] = 5.0
     others = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.4, 0.5, 0.6, 0.3]).double()
-    known[1:, TO_MODEL], known[1:, TO_OTHERS] = -others, others
+    known[1:, answers.TO_MODEL], known[1:, answers.TO_OTHERS] = -others, others
     spread = 1.4826 * 0.1
 
     def evidence(correlation):
@@ -174,9 +155,9 @@ def test_the_evidence_is_a_ratio_of_normal_densities_that_none_of_two_outvotes()
         return math.log(opposite / honest)
 
     def out(against, beside, bound, before=0.0):
-        known[0, [TO_MODEL, TO_OTHERS]] = torch.tensor([against, beside]).double()
-        known[0, OUT] = before
-        return bool(_judged(known, means, bound)[0])
+        known[0, [answers.TO_MODEL, answers.TO_OTHERS]] = torch.tensor([against, beside]).double()
+        known[0, answers.OUT] = before
+        return bool(answers._judged(known, means, bound)[0])
 
     bound = math.sqrt((evidence(-0.1) + evidence(-0.2)) / math.log(9))
     assert out(0.1, -0.2, bound - 1e-6)
