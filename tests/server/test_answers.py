@@ -87,12 +87,12 @@ def test_who_is_found_does_not_count_in_that_round_if_all_wait_for_one_another(f
         return found, server.posterior
 
     found, fused = rounds(ALONE)
-    assert (first := found.index([0])) == 1 + (num == 20 and not at_once and fusion == "weighted_average")
+    first = found.index([0])
+    assert first == 1 + (num == 20 and not at_once and fusion == "weighted_average")
     for theirs, other in everywhere(lambda rank: rounds(GlooCollective(among, rank, 3)), range(3)):
         assert theirs == found
         assert_close(other, fused, 1e-9, 1e-12)
-    one, without = (rounds(ALONE, first + 1, fails)[1].flatten()[0] for fails in (False, True))
-    assert torch.allclose(one, without, 1e-9, 1e-12)
+    assert torch.allclose(*(rounds(ALONE, first + 1, fails)[1].flatten()[0] for fails in (False, True)), 1e-9, 1e-12)
 
 
 def test_who_stops_counts_again_and_who_begins_is_found():
