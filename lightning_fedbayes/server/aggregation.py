@@ -390,7 +390,7 @@ class Aggregation:
             held |= each.held
             if each.sizes is not None:
                 measured.append(each.sizes)
-        if self._clips and measured:
+        if self._clips and clients:
             assert self.guard is not None
             sizes, ordered = torch.cat(measured), [weights[client] for client in clients]
             waited = bool(self._held) or self.collective.size > 1

@@ -304,7 +304,7 @@ class Server:
                 aggregate = self._moved(fused)
             except FusionError as error:
                 refusal = error
-        refused |= {} if aggregate is None else aggregate.refused
+        refused |= opposed if aggregate is None else aggregate.refused
         if refused:
             errors = {client: FusionError(why) for client, why in refused.items()}
             outcomes = [replace(each, error=each.error or errors.get(each.client)) for each in outcomes]
@@ -312,11 +312,12 @@ class Server:
         most = min(each.most_weight for each in self._aggregations.values())
         claims = {c.client: c.num_examples for c in valid if c.num_examples > most and c.client not in self._bounded}
         self._bounded |= claims.keys()
-        if aggregate is not None:
+        if self._hearing is not None and aggregate is not None:
+            self._hearing.hear({each.client: each.num_examples for each in valid}, is_last=True)
+        if aggregate is not None or opposed:
             guard = next(iter(self._aggregations.values())).guard
-            if self._hearing is not None:
-                self._hearing.hear({each.client: each.num_examples for each in valid}, is_last=True)
             self._memory = {} if guard is None else guard.memory
+        if aggregate is not None:
             if self._counted_of is None:
                 self.sites |= aggregate.counted
                 late = {client for client, started in self._started.items() if started < self._plan.round}

@@ -34,8 +34,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "flower"
 BEFORE = "22bd53ba"
 """The last commit whose messages do not tell a version."""
-FREE = psutil.virtual_memory().available // 2**21
-"""Half of the free memory, in MB."""
+FREE = psutil.virtual_memory().available // 2**21  # half of it, in MB
 SLOTS = """import fcntl, os, sys
 if "clientapp" in sys.argv[0]:  # two of all clients' processes compute at a time
     slot = open(f"{folder}/slot{{os.getpid() % 2}}", "w")
