@@ -178,8 +178,8 @@ def large() -> str:
 
 
 def nodes() -> str:
-    """50 nodes, or one for each 200 MB, of whose clients two compute at a time"""
-    count = min(50, FREE // 200)
+    """50 nodes, or 8 for each core and 200 MB for each node, of whose clients two compute at a time"""
+    count = min(50, FREE // 200, 8 * (os.cpu_count() or 1))
     with federation(count, count, before=SLOTS) as deployment:
         run(deployment, 1, clients=count, timeout=900)
         assert rounds(deployment) == [count], rounds(deployment)
