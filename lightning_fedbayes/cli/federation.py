@@ -15,7 +15,7 @@ from lightning_fedbayes.callbacks.calibration import FederatedConformal
 from lightning_fedbayes.callbacks.clients import bring_reports
 from lightning_fedbayes.callbacks.evaluator import callback_of, callbacks_of
 from lightning_fedbayes.cli.messages import class_help, explain, one_line, option_names, short_help
-from lightning_fedbayes.core.errors import FedBayesError
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least
 from lightning_fedbayes.data import partition  # noqa: F401
 from lightning_fedbayes.data.clients import clients_of
 
@@ -86,6 +86,10 @@ class FederationCLI(LightningCLI):
         except ArgumentError as error:
             used = getattr(self, "_subcommand_parsers", {}).get(args[0], parser)
             raise FedBayesError(explain(str(error), option_names(used._actions))) from error
+        of_stage = self.config.get(self.config.get("subcommand", ""), self.config)
+        check_at_least(
+            "seed_everything", of_stage["seed_everything"], 0, 2**32 - 1, error=FedBayesError
+        )  # as NumPy has it
 
     def instantiate_classes(self) -> None:
         """Make the objects. Raise an error of this package as itself, without the parser's error around it."""

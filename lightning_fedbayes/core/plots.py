@@ -154,25 +154,6 @@ def client_reliability(shares: Tensor, names: Sequence[str]) -> Figure:
     return figure
 
 
-def client_accuracy(accuracies: Tensor) -> Figure:
-    """Bars of every client's accuracy, from the worst to the best, with their mean. NaN is left out."""
-    known = ~torch.isnan(accuracies)
-    order = torch.argsort(accuracies.where(known, torch.inf))[: int(known.sum())]
-    bars = order[sample(len(order))]
-    figure, axes = _figure()
-    axes.bar(range(len(bars)), _array(accuracies[bars]), color=PALETTE[0])
-    every = 1 if len(bars) <= 20 else len(bars) // 10
-    axes.set_xticks(range(0, len(bars), every), [str(client) for client in bars[::every].tolist()])
-    if len(order):
-        mean = float(accuracies[order].mean())
-        axes.axhline(mean, color=INK, linestyle="--", linewidth=1.2, label=f"mean {mean:.1%}")
-        _legend(axes, 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    part = _part((len(bars), len(order), "clients"))
-    axes.set(title=f"Accuracy of the clients{part}", xlabel="client, from the worst to the best", ylabel="accuracy")
-    return figure
-
-
 def rounds(curves: Mapping[str, Sequence[float]], ylabel: str) -> Figure:
     """Learning curves: label → one value per round, from round 1. NaN leaves a gap."""
     figure, axes = _figure()

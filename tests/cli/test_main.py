@@ -69,6 +69,7 @@ def test_help_and_simple_mistakes_take_less_than_a_second(command):
         (["--federation.fusion=rklbb"], "unknown fusion rule 'rklbb': did you mean 'rklb'?"),
         (["--federation.engine=vectorised"], "engine: unknown choice 'vectorised': did you mean 'vectorized'?"),
         (["--federation.seed=3"], 'must be given via "seed_everything"'),
+        (["--seed_everything=-3"], "seed_everything=-3: give at least 0"),
         (["--federation.local_epochs=two"], "federation.local_epochs: Expected a <class 'int'>. Got value: two"),
         (["--federation.partition=DirchletPartition"], "did you mean 'DirichletPartition'? Known: ClassPartition, "),
         (["--federation.partition.cliens=3"], "unknown argument 'cliens': did you mean 'clients'?"),

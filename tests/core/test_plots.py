@@ -30,7 +30,6 @@ FIGURES = {
     "across_not_finite": lambda: plots.cross_heatmap(torch.full((2, 2), torch.nan), "ab", "nll"),
     "across_of_many": lambda: plots.cross_heatmap(torch.rand(150, 150), range(150), "nll"),
     "reliability_of_many": lambda: plots.client_reliability(torch.rand(300, 50), range(300)),
-    "accuracy_of_clients": lambda: plots.client_accuracy(torch.tensor([0.9, torch.nan, 0.5, 0.7])),
     "empty_heatmap": lambda: plots.client_heatmap(torch.zeros(2, 2).long(), (0, 1)),
     "rounds": lambda: plots.rounds({f"rule {i}": [0.1 * i, float("nan"), 0.5] for i in range(9)}, "accuracy"),
     "panels_of_rounds": lambda: plots.round_panels(

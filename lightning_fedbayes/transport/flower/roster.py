@@ -31,13 +31,9 @@ class Roster:
         start = time.monotonic()
         while len(self.look(grid, timeout) if at_once else self.update(grid, timeout)) < clients:
             if time.monotonic() - start > timeout:
-                remedy = (
-                    "raise timeout= if their processes are starting, start the other SuperNodes, or lower wait_for="
-                )
-                have = f"{len(self.nodes)} of {clients} clients"
-                raise FederationError(
-                    f"{have} have answered after {timeout:g} s; {remedy}, or Safeguards(min_clients=)"
-                )
+                remedy = "raise timeout= while processes start, start the other SuperNodes, or lower wait_for="
+                have = f"{len(self.nodes)} of {clients} clients have answered after {timeout:g} s"
+                raise FederationError(f"{have}; {remedy}, or Safeguards(min_clients=)")
             time.sleep(POLL_SECONDS)
         return self.nodes
 
