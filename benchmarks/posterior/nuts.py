@@ -51,6 +51,7 @@ FEDERATED: dict[str, dict[str, Any]] = {
     "sites": {"fusion": "sites"},
     "IVON + sites": {"fusion": "sites"},
     "Laplace + sites": {"fusion": "sites", "posterior": fb.Laplace()},
+    "one client": {"fusion": "reverse_kl_barycenter", "keep": ["optimizer"]},
     "reverse_kl_barycenter": {"fusion": "reverse_kl_barycenter"},
 }
 """Options of the federation; everything else is its default."""
@@ -134,7 +135,7 @@ def cells() -> list[Cell]:
 
 
 class Looks(L.Callback):
-    """Keeps the posterior after some of the rounds, and the estimate of its distance."""
+    """Keeps the posterior after some of the rounds, and the decrement that is logged."""
 
     def __init__(self, numbers: Iterable[int], federation: fb.FederatedBayes) -> None:
         self.numbers, self.federation = set(numbers), federation
@@ -144,8 +145,8 @@ class Looks(L.Callback):
         """Keep the posterior of this round."""
         number = trainer.current_epoch + 1
         if number in self.numbers:
-            estimate = self.federation.history[-1].get("sites/distance", math.nan)
-            self.found[number] = self.federation.posterior.clone(), estimate
+            decrement = self.federation.history[-1].get("sites/decrement", math.nan)
+            self.found[number] = self.federation.posterior.clone(), decrement
 
 
 def module_of(problem: Problem, method: str) -> fb.HybridBayesianClassifier:
@@ -160,9 +161,8 @@ def module_of(problem: Problem, method: str) -> fb.HybridBayesianClassifier:
 
 def federate(module: L.LightningModule, data: L.LightningDataModule, cell: Cell, looks: Sequence[int]) -> Looks:
     """Train a federation until the last of ``looks``."""
-    federation = fb.FederatedBayes(
-        fb.DirichletPartition(CLIENTS, alpha=0.5), local_epochs=2, seed=cell.seed, **FEDERATED[cell.method]
-    )
+    partition = fb.IIDPartition(1) if cell.method == "one client" else fb.DirichletPartition(CLIENTS, alpha=0.5)
+    federation = fb.FederatedBayes(partition, local_epochs=2, seed=cell.seed, **FEDERATED[cell.method])
     found = Looks(looks, federation)
     trainer = L.Trainer(
         max_epochs=max(looks),
@@ -229,11 +229,11 @@ def best(like: fb.GaussianPosterior, data: TensorDataset) -> fb.GaussianPosterio
 def trail(
     looks: Mapping[int, tuple[fb.GaussianPosterior, float]], pooled: fb.GaussianPosterior
 ) -> dict[str, dict[str, float]]:
-    """Return estimated and true distances by round; the last round is the end."""
+    """Return decrements and true distances by round; the last round is the end."""
     end = looks[max(looks)][0]
     return {
-        str(number): {"estimated": estimate, **distances(posterior, pooled), "to_end": per_parameter(posterior, end)}
-        for number, (posterior, estimate) in looks.items()
+        str(number): {"decrement": decrement, **distances(posterior, pooled), "to_end": per_parameter(posterior, end)}
+        for number, (posterior, decrement) in looks.items()
         if number < max(looks)
     }
 
@@ -323,7 +323,7 @@ def tables(done: Results) -> str:
     if any("bound" in found for found in done.values()):
         parts += ["## Bounds of the pooled Gaussians", bounds(done)]
     if any("distances" in found for found in done.values()):
-        parts += ["## Estimated and true distance", estimates(done)]
+        parts += ["## Decrement and true distance", estimates(done)]
     return "\n\n".join(parts)
 
 
@@ -427,25 +427,20 @@ def bounds(done: Results) -> str:
 
 
 def estimates(done: Results) -> str:
-    """Return the estimated distance of sites beside the true ones: means over the seeds, or over those that have it."""
+    """Return the Newton decrement of sites beside the true distances: means over the seeds."""
     rows = []
     sites = [(cell.problem, found["distances"]) for cell, found in done.items() if "distances" in found]
     for problem, group in groupby(sites, key=lambda each: each[0]):
         seeds = [found for _, found in group]
         for number in seeds[0]:
             means = {key: statistics.fmean(each[number][key] for each in seeds) for key in seeds[0][number]}
-            told = [each[number]["estimated"] for each in seeds if not math.isnan(each[number]["estimated"])]
-            estimated = f"{statistics.fmean(told):.2g}" if told else "–"
-            if len(told) < len(seeds):
-                estimated += f" ({len(told)} of {len(seeds)})"
             least = min(each[number]["width"] for each in seeds)
             rows.append(
                 [
                     problem,
                     number,
                     len(seeds),
-                    estimated,
-                    *(f"{means[key]:.2g}" for key in ("to_end", "to_mean_field")),
+                    *(f"{means[key]:.2g}" for key in ("decrement", "to_end", "to_mean_field")),
                     f"{means['width']:.2f} ({least:.2f})",
                 ]
             )
@@ -453,7 +448,7 @@ def estimates(done: Results) -> str:
         "problem",
         "round",
         "seeds",
-        "estimated",
+        "decrement",
         f"KL to round {LOOKS[-1]}",
         "KL to mean field, pooled",
         "median σ over mean field's (smallest)",
@@ -480,7 +475,7 @@ def draw(done: Results, file: Path) -> None:
             axes.plot(
                 [each["mutual_information"] / exact for each in found],
                 [each["total_variation"] for each in found],
-                "osD^vPX*"[number],
+                "osD^vPX*<"[number],
                 color=PALETTE[number % len(PALETTE)],
                 markersize=5,
                 label=method,
@@ -491,7 +486,7 @@ def draw(done: Results, file: Path) -> None:
         axes.xaxis.set(major_locator=FixedLocator(RATIOS), major_formatter="{x:g}", minor_locator=NullLocator())
     grid[0].set_ylabel("total variation")
     shown = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels())}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", frameon=False, fontsize=8, ncols=len(shown))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", frameon=False, fontsize=8, ncols=5)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=90)
     Image.open(picture).convert("RGB").quantize(256).save(file, optimize=True)

@@ -198,13 +198,12 @@ class Looks(L.Callback):
         self.posteriors: dict[int, fb.GaussianPosterior] = {}
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score, and take the estimated distance beside."""
+        """Score the posterior of this round."""
         number = trainer.current_epoch + 1
         if number in self.rounds:
             assert isinstance(pl_module, fb.HybridBayesianClassifier)
-            found = scores(pl_module, self.federation.posterior, self.held_out)
             self.posteriors[number] = self.federation.posterior
-            self.found[number] = {**found, "distance": self.federation.history[-1].get("sites/distance", math.nan)}
+            self.found[number] = scores(pl_module, self.posteriors[number], self.held_out)
 
 
 @torch.no_grad()

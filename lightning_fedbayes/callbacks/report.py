@@ -439,13 +439,13 @@ def described_network(module: nn.Module, posterior: GaussianPosterior) -> dict[s
 
 
 def tell_of_sites(history: Sequence[Mapping[str, float]]) -> None:
-    """Print how far a federation by sites still is: its distance, the last change, the estimate of the ELBO."""
+    """Print what the last round of sites has changed, the decrement that is left, and the estimate of the ELBO."""
     last = history[-1] if history else {}
     if "sites/change" not in last:
         return
-    left = "what is left cannot be told: it is at the noise of local training, or has just begun"
-    if "sites/distance" in last:
-        left = f"it has still about {last['sites/distance']:.2g} to go"
+    left = f"the pooled gradient has a Newton decrement of {last['sites/decrement']:.2g}"
+    if last["sites/decrement"] <= last["sites/change"]:
+        left += ", the noise of local training"
     elbo = f"; the pooled ELBO is about {last['sites/elbo']:.4g} nats per example" if "sites/elbo" in last else ""
     moved = f"round {last['round']:.0f} has changed the posterior by {last['sites/change']:.2g} nats per parameter"
     rank_zero_info(f"Sites: {moved}; {left}{elbo}.")

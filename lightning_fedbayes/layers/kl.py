@@ -5,11 +5,13 @@ The closed form takes a few passes, autograd dozens. A ``TorchFunctionMode`` can
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
+from lightning_fedbayes.core.private_torch import version_if_any
 from lightning_fedbayes.layers.functional import softplus_std
 
 SMALL = 2**14
@@ -130,6 +132,43 @@ def standardised(
     if not isinstance(prior_mean, Tensor) and not isinstance(prior_std, Tensor) and (prior_mean, prior_std) == (0, 1):
         return mean, std
     return (mean - prior_mean) / prior_std, std / prior_std
+
+
+class KnownStd(torch.autograd.Function):
+    """:func:`~lightning_fedbayes.layers.functional.softplus_std`, computed once for the draw and the KL of a step."""
+
+    values: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
+    """Identity of ρ → the last call, as long as its output's graph waits for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rho: Tensor) -> Tensor:
+        """The standard deviations of ``rho``."""
+        last = KnownStd.values.get(id(rho))
+        if last is None or last.std is None or last.version != version_if_any(rho):
+            std = softplus_std(rho)
+        else:
+            std = last.std.view_as(rho)
+        ctx.save_for_backward(rho)
+        ctx.std, ctx.version = std.detach(), version_if_any(rho)
+        KnownStd.values[id(rho)] = ctx
+        return std
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore
+        """Return the gradient of ρ."""
+        ctx.std = None
+        return torch.ops.aten.softplus_backward(gradients[0], *ctx.saved_tensors, 1, 40.0)
+
+
+def known_std(rho: Tensor) -> Tensor:
+    """Return :func:`~lightning_fedbayes.layers.functional.softplus_std`, of a large ρ that is trained once a step."""
+    trained = rho.requires_grad and torch.is_grad_enabled() and rho.numel() >= SMALL
+    if not trained or torch.compiler.is_compiling() or has_torch_function_unary(rho):
+        return softplus_std(rho)
+    try:
+        return cast("Tensor", KnownStd.apply(rho))
+    except RuntimeError:  # a transform of torch.func, whose tensors must not outlive it
+        return softplus_std(rho)
 
 
 class JointKL(torch.autograd.Function):

@@ -97,10 +97,10 @@ class Sites(method.Method):
 
     Until all clients have been heard, those that have not count as the mean of those that have. A first site is the
     mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
-    not take an untrained network apart. Figures: ``sites/change``, the divergence of the new posterior from the old one
-    in nats per parameter. ``sites/distance``, how far it still is from its fixed point, the larger of the Newton
-    decrement :math:`c^2 / 2\Lambda` and the trend of the means. It is there while the decrement grows, or halves as
-    rounds double, and is more than what one round changes. From then on there is the noise of local training.
+    not take an untrained network apart. Figures, in nats per Gaussian parameter: ``sites/change``, the divergence of
+    the new posterior from the old one; ``sites/decrement``, the Newton decrement :math:`c^2 / 2\Lambda`, 0 at the fixed
+    point. Where no two columns share a direction it is the divergence that is left, elsewhere much less: independent
+    widths do not know such directions. It stays at the noise of local training.
 
     When to use it: the posterior is to mean something after many rounds, above all with unlike clients. It needs layers
     of this package with normal priors and a loss with their KL divergence over the number of the client's examples, or
@@ -259,12 +259,11 @@ class Sites(method.Method):
     # -- at the server -------------------------------------------------------------------------------------------------
 
     def init(self, posterior: GaussianPosterior) -> method.Tensors:
-        """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients; and the trail.
+        """Return sums over all clients, 0: of gradients (P,), precisions (G,), examples and clients.
 
         "age" are the number of rounds, of those from one message of a client to its next, in the mean, and γ. "slope"
         is the sum of gradients as they should be by now, after "_moves" of the means, and "_found" what γ is a ratio
-        of. "_marks" are the means after two earlier rounds, "_trail" the Newton decrements there, and the largest of
-        all such.
+        of.
         """
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
@@ -278,8 +277,6 @@ class Sites(method.Method):
             "slope": (count,),
             "_moves": (gaussian,),
             "_found": (2,),
-            "_marks": (2, gaussian),
-            "_trail": (3,),
         }
         return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
@@ -297,19 +294,12 @@ class Sites(method.Method):
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
         tensors |= self._behind(shared, posterior, averages, tensors["precision"], heard)
-        after = method.Shared(posterior, tensors, shared.share, False)
         rounds, age, _ = tensors["age"].tolist()
         messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
-        marks, trail = tensors["_marks"], tensors["_trail"].tolist()
-        if names and int(rounds) & (int(rounds) - 1) == 0:  # a power of two
-            common = self._common(after)
-            marks = torch.stack([marks[1], common.mean[common.rows]])
-            decrement = float(self._decrement(common))
-            trail = [trail[1], decrement, max(trail[2], decrement)]
         age, (found, told) = rounds / max(messages, shared.share), tensors["_found"].tolist()
         gain = min(max(found / told, 0.0), 1.0) if told > 0 else 1.0
-        numbers = marks.new_tensor([rounds, age, gain ** max(0.0, 1 - 1 / age)])
-        return posterior, {**tensors, "age": numbers, "_marks": marks, "_trail": marks.new_tensor(trail)}
+        numbers = precision.new_tensor([rounds, age, gain ** max(0.0, 1 - 1 / age)])
+        return posterior, {**tensors, "age": numbers}
 
     def _behind(
         self,
@@ -337,23 +327,15 @@ class Sites(method.Method):
     def figures(
         self, shared: method.Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Return change and distance. Nothing of a network without Gaussian parameters."""
-        common = self._common(method.Shared(posterior, tensors, shared.share, False))
-        if not common.names:
+        """Return change and decrement. Nothing of a network without Gaussian parameters."""
+        now, before = self._common(method.Shared(posterior, tensors, shared.share, False)), self._common(shared)
+        if not now.names:
             return {}
-        flat, before = common.mean[common.rows], self._common(shared)
-        ratio = before.precision / common.precision
-        moved = before.precision * (flat - before.mean[before.rows]).square()
-        found = {"sites/change": float((ratio - 1 - ratio.log() + moved).mean() / 2)}
-        rounds, (begun, _, most) = float(tensors["age"][0]), tensors["_trail"].tolist()
-        decrement = float(self._decrement(common))
-        on_its_way = begun / 2 >= decrement > 0
-        if rounds >= 2 and (on_its_way or decrement > most / 2):  # as far to go as it has come, where it only sets out
-            left = (decrement / begun) ** 0.5 if on_its_way else 0.5
-            trend = float((common.precision * (flat - tensors["_marks"][0]).square()).mean()) / 2 / (1 / left - 1) ** 2
-            if max(decrement, trend) > found["sites/change"]:  # otherwise a round's noise is larger
-                found["sites/distance"] = max(decrement, trend)
-        return found
+        ratio = before.precision / now.precision
+        moved = before.precision * (now.mean[now.rows] - before.mean[before.rows]).square()
+        change = float((ratio - 1 - ratio.log() + moved).mean() / 2)
+        slope = now.slope + now.gradient[now.rows]
+        return {"sites/change": change, "sites/decrement": float((slope.square() / now.precision).mean() / 2)}
 
     def check_late(self, posterior: GaussianPosterior) -> None:
         """See :meth:`Method.check_late`: a site is about a client's data, whatever model it started from."""
@@ -457,12 +439,6 @@ class Sites(method.Method):
         parts = zip(common.mean[common.rows].split(own), common.precision.split(own))
         wide = torch.cat([precision.clamp_max(float(WIDTH**-2 / mean.square().mean())) for mean, precision in parts])
         return (wide - common.prior).clamp_min(0)
-
-    @staticmethod
-    def _decrement(common: _Round) -> Tensor:
-        r"""Return the Newton decrement :math:`c^2 / 2\Lambda` per Gaussian parameter, in nats."""
-        slope = common.slope + common.gradient[common.rows]
-        return (slope.square() / common.precision).mean() / 2
 
     @staticmethod
     def _split(lengths: Mapping[str, int], flat: Tensor, shared: method.Shared) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The KL divergence and joint draws: values and closed-form gradients against torch's own, on both sides of SMALL."""
 
+import copy
 import math
 
 import pytest
@@ -8,12 +9,12 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import Normal as TorchNormal
 from torch.distributions import kl_divergence as torch_kl
-from torch.func import vmap
+from torch.func import functional_call, grad, vmap
 
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.layers import NormalPrior, ScaleMixturePrior, kl
+from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior, kl
 from lightning_fedbayes.layers.functional import softplus_std
-from lightning_fedbayes.layers.kl import JointDraw, gaussian_kl_sum
+from lightning_fedbayes.layers.kl import JointDraw, KnownStd, gaussian_kl_sum
 from tests.refusals import refusals
 
 
@@ -256,3 +257,47 @@ test_improper_priors_are_refused = refusals(
     (lambda: ScaleMixturePrior(0.5, 1.0, 0.0), "std2=0.0"),
     (lambda: ScaleMixturePrior(1.5, 1.0, 1.0), "weight of a scale mixture prior=1.5"),
 )
+
+
+def test_the_divergence_takes_the_widths_of_the_draw_and_no_older_ones():
+    """What a forward pass has computed counts until its backward pass, a change of ρ or the end of its output."""
+    torch.manual_seed(0)
+    layer, x = LinearReparameterization(160, 128, bias=False), torch.ones(2, 160)
+    mean, rho = layer.mu_weight, layer.rho_weight
+
+    def known():
+        last = KnownStd.values.get(id(rho))
+        return last is not None and last.std is not None
+
+    def fresh():
+        return torch.equal(layer.kl_loss(), gaussian_kl_sum(mean, softplus_std(rho), 0.0, 1.0))
+
+    def gradients(*parts):
+        layer.zero_grad()
+        for part in parts:
+            part.backward()
+        return mean.grad.clone(), rho.grad.clone()
+
+    state = torch.get_rng_state()
+    output = layer(x)
+    assert known()
+    assert fresh()
+    total = output.sum() + layer.kl_loss()
+    together = gradients(total)
+    assert not known()
+    torch.set_rng_state(state)
+    output = layer(x)
+    torch.testing.assert_close(gradients(output.sum(), layer.kl_loss()), together, rtol=1e-5, atol=1e-6)
+    output = layer(x)
+    with torch.no_grad():
+        rho.add_(1.0)
+    assert fresh()
+    del output
+    layer(x)
+    rho.data.fill_(-1.0)  # which no counter of versions sees, but the output is gone
+    assert fresh()
+    layer(x)
+    assert copy.deepcopy(layer).kl_loss() == layer.kl_loss()
+    loss = lambda value: functional_call(layer, {"rho_weight": value}, x).sum() + layer.kl_loss()  # noqa: E731
+    assert grad(loss)(rho.detach()).any()
+    assert fresh()
