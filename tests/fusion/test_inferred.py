@@ -257,7 +257,7 @@ def slow_mle(x):
     """Eq. (6) and (7) on the data themselves, with the floor that belongs to the method."""
     y = slow_geometric_median(x)
     floor = 0.01 * (x - y).square().mean(1).sort().values[len(x) // 4]
-    for _ in range(4):
+    for _ in range(2):
         variance = (x - y).square().mean(1).clamp_min(floor)
         y = (x / variance[:, None]).sum(0) / (1 / variance).sum()
     return y
