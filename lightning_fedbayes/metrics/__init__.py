@@ -9,7 +9,6 @@ from lightning_fedbayes.metrics.functional import RetainedCurve as RetainedCurve
 from lightning_fedbayes.metrics.scores import AdaptiveCalibrationError as AdaptiveCalibrationError
 from lightning_fedbayes.metrics.scores import BrierScore as BrierScore
 from lightning_fedbayes.metrics.scores import CalibrationDiagram as CalibrationDiagram
-from lightning_fedbayes.metrics.scores import ClientAccuracy as ClientAccuracy
 from lightning_fedbayes.metrics.scores import ConcordanceIndex as ConcordanceIndex
 from lightning_fedbayes.metrics.scores import DeterminantSharpness as DeterminantSharpness
 from lightning_fedbayes.metrics.scores import GaussianCRPS as GaussianCRPS

@@ -10,11 +10,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedbayes.core import plots
-from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_number, is_whole
-from lightning_fedbayes.core.posterior import check_tensor
+from lightning_fedbayes.core.errors import FedBayesError, check_at_least, check_number
 from lightning_fedbayes.metrics.functional import scores
 from lightning_fedbayes.metrics.functional.scores import check_survival, concordance_index, cox_loss
-from lightning_fedbayes.metrics.functional.utilities import check_predictive, sum_by_index
 
 
 class Plain(Metric):
@@ -190,52 +188,6 @@ class AdaptiveCalibrationError(CalibrationSums):
         """Return the calibration error so far, a scalar."""
         sums = (sums.cpu().double() for sums in (self.counts, self.confidences, self.hits))
         return scores.equal_mass_error(*sums, bins=self.bins).float().to(self.device)
-
-
-class ClientAccuracy(HitCounts):
-    """Accuracy of each client on its own data. Source: [BA-BFL] §4.
-
-    For fairness, pass ``compute()`` to :func:`~lightning_fedbayes.metrics.functional.weighted_accuracy` and
-    :func:`~lightning_fedbayes.metrics.functional.worst_fraction_accuracy`. ``clients`` is their number.
-
-    >>> metric = ClientAccuracy(clients=2)
-    >>> metric(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]), torch.tensor([0, 1]))
-    tensor([1., 0.])
-    """
-
-    higher_is_better = True
-
-    def __init__(self, clients: int, **kwargs: Any) -> None:
-        check_at_least("clients", clients, 1, error=FedBayesError)
-        super().__init__(clients, **kwargs)
-        self.clients = clients
-
-    def update(self, probs: Tensor, target: Tensor, client: Tensor | int) -> None:
-        """Add examples.
-
-        Args:
-            probs: mean predictive, shape (batch, classes).
-            target: classes, shape (batch,).
-            client: number of the client that each example belongs to, shape (batch,), or one for all.
-        """
-        hit = check_predictive(probs, target).argmax(1) == target
-        owner: Any = client
-        if is_whole(client):
-            check_at_least("client", client, 0, error=FedBayesError)
-            owner = torch.full_like(hit, int(client), dtype=torch.int64)
-        check_tensor("client", owner, error=FedBayesError)
-        if owner.dtype not in (torch.int64, torch.int32) or owner.shape not in ((), hit.shape):
-            given = f"client has shape {tuple(owner.shape)} and dtype {owner.dtype}"
-            raise FedBayesError(f"{given}; give one whole number per example, shape {tuple(hit.shape)}, or one for all")
-        owner = owner.to(hit.device).expand_as(hit)
-        if hit.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < self.clients:
-            given = f"client ranges from {owner.min()} to {owner.max()}, but there are {self.clients} clients"
-            raise FedBayesError(f"{given}, numbered from 0; create ClientAccuracy with more clients")
-        self.add(*sum_by_index(owner, self.clients, hit.long()))
-
-    def compute(self) -> Tensor:
-        """Return the accuracy of each client so far, shape (clients,). NaN for a client without examples."""
-        return self.hits / self.counts
 
 
 class SurvivalMetric(Plain):

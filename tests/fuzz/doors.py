@@ -101,7 +101,6 @@ def measure(metric, *arguments, **options):
     """Make a metric, feed it one batch and read it."""
     made = metric(*arguments, **options)
     batch = {
-        metrics.ClientAccuracy: (PROBS, TARGET, TARGET),
         metrics.AccuracyRetained: (TARGET == 0, torch.rand(2)),
         metrics.IntervalCoverage: (torch.zeros(2), torch.ones(2), torch.zeros(2)),
     }.get(metric, (PROBS, TARGET))
@@ -616,11 +615,7 @@ DOORS = {
     "AccuracyRetained": door(partial(measure, metrics.AccuracyRetained), resolution=10),
     "AdaptiveCalibrationError": door(partial(measure, metrics.AdaptiveCalibrationError), bins=3, resolution=10),
     "CalibrationDiagram": door(partial(measure, metrics.CalibrationDiagram), bins=3),
-    "ClientAccuracy": door(partial(measure, metrics.ClientAccuracy), clients=3),
     "IntervalCoverage": door(partial(measure, metrics.IntervalCoverage), level=0.9),
-    "ClientAccuracy.update": door(
-        lambda **batch: updated(metrics.ClientAccuracy(2), **batch), probs=PROBS, target=TARGET, client=TARGET
-    ),
     "AccuracyRetained.update": door(
         lambda **batch: updated(metrics.AccuracyRetained(10), **batch),
         correct=TARGET == 0,

@@ -18,7 +18,6 @@ MEAN_PROBS = PROBS.mean(0)
 TARGET = torch.randint(CLASSES, (BATCH,), generator=generator)
 CORRECT = MEAN_PROBS.argmax(1) == TARGET
 ENTROPY = F.predictive_entropy(PROBS)
-CLIENT = torch.randint(3, (BATCH,), generator=generator)
 MU, Y = torch.randn(2, BATCH, generator=generator)
 VARIANCE = torch.rand(BATCH, generator=generator) + 0.1
 FACTOR = torch.randn(BATCH, 3, 3, generator=generator)
@@ -28,10 +27,6 @@ COVARIANCE = FACTOR @ FACTOR.mT + 0.1 * torch.eye(3)
 def example_slices(inputs, part):
     """The examples ``part`` of tensors whose examples are in dimension 1 (sampled) or 0."""
     return tuple(x[:, part] if x is PROBS else x[part] for x in inputs)
-
-
-def client_accuracies(probs, target, client):
-    return torch.stack([(probs.argmax(1) == target)[client == k].float().mean() for k in range(3)])
 
 
 EVENT = torch.rand(BATCH, generator=generator) < 0.5
@@ -58,7 +53,6 @@ CASES = {
         (MU, VARIANCE, Y),
         lambda *a: F.interval_coverage(*a, level=0.5).mean(),
     ),
-    "clients": (lambda: M.ClientAccuracy(3), (MEAN_PROBS, TARGET, CLIENT), client_accuracies),
     "calibration": (
         lambda: M.CalibrationDiagram(10),
         (MEAN_PROBS, TARGET),
@@ -117,18 +111,7 @@ def test_default_resolutions_are_close_to_the_exact_values():
     assert metric.compute().area.item() == pytest.approx(F.accuracy_retained(correct, tiny).area.item(), abs=5e-3)
 
 
-def test_one_client_number_for_a_whole_batch_and_clients_without_data():
-    metric = M.ClientAccuracy(4)
-    metric.update(MEAN_PROBS, TARGET, 2)
-    accuracies = metric.compute()
-    assert accuracies[2] == CORRECT.float().mean()
-    assert accuracies.isnan().tolist() == [True, True, False, True]
-    assert F.weighted_accuracy(accuracies, torch.ones(4)) == accuracies[2] == F.worst_fraction_accuracy(accuracies)
-
-
 test_errors = refusals(
     FedBayesError,
     (lambda: M.AccuracyRetained().update(CORRECT, ENTROPY + 1), "must lie in .0, 1.*normalise"),
-    (lambda: M.ClientAccuracy(2).update(MEAN_PROBS, TARGET, 2), "from 2 to 2.*2 clients"),
-    (lambda: M.ClientAccuracy(0), "clients=0"),
 )
