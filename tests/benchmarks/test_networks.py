@@ -1,17 +1,10 @@
 """Shapes and parameter counts of the networks of published figures."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import lightning_fedbayes as fb
 from benchmarks.networks import lenet, resnet20
-from lightning_fedbayes import HybridBayesianClassifier
-from tests.clients.vectorized.test_parity import assert_same, both
-from tests.federations import loader
 
 
 def count(network):
@@ -53,20 +46,3 @@ def test_a_block_without_a_residual_is_its_shortcut(number, before, after, strid
     assert y.sum().item() == pytest.approx(shortcut.sum().item(), rel=1e-5)
     nn.init.constant_(block.norm2.bias, -1e9)
     assert not block(x).any()  # the last ReLU comes after the sum
-
-
-def test_resnet_starts_with_the_variance_of_he():
-    for module in resnet20().modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            scaled = module.weight.square() * module.weight[0].numel() / 2  # χ² with mean 1 and variance 2
-            assert scaled.mean().item() == pytest.approx(1, abs=5 * math.sqrt(2 / scaled.numel()))
-
-
-def test_both_engines_train_the_same_resnet():
-    def make():
-        torch.manual_seed(0)
-        options = {"bayesian_last": 0, "optimizer": lambda p: torch.optim.SGD(p, 0.01)}
-        return HybridBayesianClassifier(resnet20(classes=2), **options)
-
-    images = TensorDataset(torch.randn(8, 3, 8, 8), torch.arange(8) % 2)
-    assert_same(both(make, fb.IIDPartition(2), 1, loader(images, 4)), 1e-4)

@@ -99,7 +99,6 @@ def test_the_weight_is_the_one_of_the_lowest_held_out_nll_and_a_tie_goes_to_the_
 
 
 LINE = nn.Linear(1, 1)
-AT = fb.read_posterior(LINE)
 NAN = TensorDataset(torch.full((4, 1), torch.nan), torch.zeros(4, 1))
 
 
