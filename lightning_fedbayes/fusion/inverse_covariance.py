@@ -217,13 +217,13 @@ class InverseCovarianceVB(_InverseCovariance):
     times. With the right number of latent features it comes close to the best linear estimate. It costs more than
     ``ivar_vb``, which is as good where errors are independent.
 
-    There are two estimates. With many parameters y and u are inferred jointly, with a noise for each client, by L-BFGS
-    on the free energy. With few, that takes clients who agree for precise ones; the source, which factorises y and u,
-    has one σ² for all and uses coordinate ascent, does not (:func:`as_printed`, from V ~ N(0, 1) in units of the
-    clients' residuals, among those that count whole). Clients that hold only a part of y violate both. So the result
-    starts from an average and moves towards the estimate that certainly gains more, only as far as the updates show
-    that this is better: see :func:`bounded_average`, :func:`plausible`, :func:`as_far_as_certain` and
-    :func:`~lightning_fedbayes.fusion.inferred.progress`. ``benchmarks/untrusted`` has figures.
+    Clients that hold only a part of y violate the model. So the result starts from an average and moves to the model's
+    estimate only as far as the updates show that this is better: see :func:`bounded_average`, :func:`plausible`,
+    :func:`as_far_as_certain` and :func:`~lightning_fedbayes.fusion.inferred.progress`. With few parameters it stays at
+    the average. ``benchmarks/untrusted`` has figures.
+
+    y and u are inferred jointly by L-BFGS on the free energy. The source factorises them, has one σ² for all clients,
+    and uses coordinate ascent: ``printed`` does as it says.
 
     Args:
         latent: number of latent features D: groups of clients with a common error. At most K − 1 are used, with
@@ -231,9 +231,9 @@ class InverseCovarianceVB(_InverseCovariance):
         memory: discount of earlier rounds, see :class:`~lightning_fedbayes.fusion.InferredRule`.
         floor: least noise variance in units of the lower quartile of the clients' mean squared distances to the
             geometric median, the start of the search.
-        printed: take :func:`as_printed` alone and all of the way, in the updates' own unit. Independent adversaries
-            take one feature each, so ``latent`` must be at least their number.
-        seed: of V.
+        printed: take :func:`as_printed` alone, from V ~ N(0, 1) and variances of 1 in the updates' own unit.
+            Independent adversaries take one feature each, so ``latent`` must be at least their number.
+        seed: of these draws.
 
     Source: [Untrusted] Algorithm 2, eq. (3), (8), (14) to (23).
     """
@@ -253,7 +253,9 @@ class InverseCovarianceVB(_InverseCovariance):
         """Go from the average of clients that may hold y towards the estimate among them, as far as is certain."""
         products = inferred.gram_about_last(distances)
         if self.printed:
-            return self.as_source(products, size)
+            drawn = torch.Generator().manual_seed(self.seed)
+            features = torch.randn(len(products), self.latent, generator=drawn, dtype=torch.float64)
+            return least_squares(as_printed(products, size, features))
         average = bounded_average(products, size)
         holders = average > 0
         points = torch.cat([holders, torch.ones(1, dtype=torch.bool)])
@@ -263,33 +265,17 @@ class InverseCovarianceVB(_InverseCovariance):
         return average
 
     def improved(self, begin: Tensor, distances: Tensor, size: int) -> Tensor:
-        """Move ``begin`` towards the source's estimate, or the first plausible one of the joint fit.
-
-        That has y's prior, or a flat one.
-        """
+        """Move ``begin`` towards the first plausible solution of eq. (3), with y's prior or with a flat one."""
         scale, begun, least = self.begin(distances)
         products = inferred.gram_about_last(distances) / scale
-        found = [(0.0, begin)]
         for model, moved in ((begun, MOVED), (replace(begun, signal=FLAT * begun.signal), ("features", "noise"))):
             fitted = model
             for _ in range(OUTER):
                 fitted = climb(update_spread(fitted, products, size), products, size, least, INNER, moved)
             estimate = least_squares(fitted.covariance())
             if plausible(estimate, products, size):
-                found.append(as_far_as_certain(begin, estimate, products, size))
-                break
-        whole = begin == begin.max()
-        if self.latent and int(whole.sum()) > 1:
-            estimate = torch.zeros_like(begin)
-            estimate[whole] = self.as_source(products[whole][:, whole], size)
-            found.append(as_far_as_certain(begin, estimate, products, size))
-        return max(found, key=lambda each: each[0])[1]
-
-    def as_source(self, products: Tensor, size: int) -> Tensor:
-        """Return the coefficients of the source's estimate, shape (K,)."""
-        drawn = torch.Generator().manual_seed(self.seed)
-        features = torch.randn(len(products), self.latent, generator=drawn, dtype=torch.float64)
-        return least_squares(as_printed(products, size, features))
+                return as_far_as_certain(begin, estimate, products, size)
+        return begin
 
     def begin(self, distances: Tensor) -> tuple[Tensor, Latent, float]:
         """Return the unit of variance and, in that unit, first estimates and the least noise variance."""
@@ -338,22 +324,21 @@ def lacking(products: Tensor, weights: Tensor, size: int) -> Tensor:
     return (half > 0) & (medians < half) & (mean + doubt < half)
 
 
-def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: int) -> tuple[float, Tensor]:
-    r"""Return :math:`\kappa a + (1 - \kappa) b`, the part κ of the way from ``begin`` b to ``towards`` a, and its gain.
+def as_far_as_certain(begin: Tensor, towards: Tensor, products: Tensor, size: int) -> Tensor:
+    r"""Return :math:`\kappa a + (1 - \kappa) b`, the part κ of the way from ``begin`` b to ``towards`` a, of sum 1.
 
     .. math:: \kappa = \frac{x_b^\top d - \|x_a\| \|d\| / \sqrt P}{\|d\|^2}, \qquad d = x_b - x_a
 
     between 0 and 1, where :math:`x_a = a^\top x` and :math:`x_b = b^\top x`: :math:`x_b^\top d / \|d\|^2` estimates the
     part with the least error, if errors are independent of y, with a standard error of :math:`\|y\| / (\|d\| \sqrt P)`.
-    The squared error falls by :math:`\kappa (2 x_b^\top d - \kappa \|d\|^2)`, which is returned first.
     """
     apart = begin - towards
     spread, length = apart @ products @ apart, towards @ products @ towards
     if spread <= 0:
-        return 0.0, towards
-    doubt, best = (length * spread / size).clamp_min(0).sqrt(), begin @ products @ apart
-    part = ((best - doubt) / spread).clamp(0, 1)
-    return float(part * (2 * best - part * spread)), part * towards + (1 - part) * begin
+        return towards
+    doubt = (length * spread / size).clamp_min(0).sqrt()
+    part = ((begin @ products @ apart - doubt) / spread).clamp(0, 1)
+    return part * towards + (1 - part) * begin
 
 
 def plausible(coefficients: Tensor, products: Tensor, size: int) -> bool:

@@ -201,13 +201,21 @@ def regression(rule, shared, seed, rounds=8):
 @pytest.mark.slow
 @pytest.mark.parametrize(("shared", "rounds"), [(1, 8), (2, 8), (5, 8), (10, 8), (20, 8), (40, 8), (20, 80), (40, 80)])
 def test_regression_on_the_same_data_is_no_worse_than_the_average(shared, rounds):
-    """Three parties who agree look precise. In 50 parameters the source's estimate tells, if their error is large."""
+    """Three parties who agree look precise. In 50 parameters only their lengths could show that they are not."""
     pairs = [
         (regression(InverseCovarianceVB(), shared, seed, rounds), regression(None, shared, seed, rounds))
-        for seed in range(16 if rounds == 8 else 1)
+        for seed in range(3 if rounds == 8 else 1)
     ]
-    ratio = sum(reached for reached, _ in pairs) / sum(average for _, average in pairs)
-    assert ratio <= (1.03 if shared < 20 else 0.95)
+    assert sum(reached for reached, _ in pairs) <= 1.001 * sum(average for _, average in pairs)
+
+
+@pytest.mark.parametrize(("clients", "liars", "size"), [(5, 2, 300), (5, 2, 3000), (10, 5, 3000)])
+def test_noise_of_honest_length_from_half_of_the_clients_leaves_the_average(clients, liars, size):
+    """Its products are those of an error that the others share, so that nothing tells who is right."""
+    truth, updates = independent([0.5] * clients, size)
+    updates[:liars] = 1.5**0.5 * normal(liars, size, seed=9)
+    average = float((updates.mean(0) - truth).square().mean())
+    assert error(fuse("icov_vb", point_masses(updates), previous=origin(size)), truth) < 1.01 * average
 
 
 @pytest.mark.slow
@@ -299,8 +307,7 @@ def test_doubt_is_the_standard_error_of_a_regression(size):
     sampled = ((truth + apart) * apart).sum(1) / apart.square().sum(1)
     products = torch.tensor([[1.0, 1.0], [1.0, 1.25]], dtype=torch.float64)
     first, second = torch.eye(2, dtype=torch.float64)
-    gain, (part, _) = icov.as_far_as_certain(second, first, products, size)
-    assert gain == pytest.approx(float(part * (2 - part)) / 4)  # of the squared error, 1/4
+    part = float(icov.as_far_as_certain(second, first, products, size)[0])
     assert 1 - part == pytest.approx(float(sampled.std()), rel=0.03)
 
 
