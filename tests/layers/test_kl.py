@@ -274,7 +274,7 @@ def test_the_divergence_takes_the_widths_of_the_draw_and_no_older_ones():
             part.backward()
         return mean.grad.clone(), rho.grad.clone()
 
-    torch.testing.assert_close(gradients(layer.kl_loss()), gradients(gaussian_kl_sum(mean, softplus_std(rho), 0.0, 1.0)))
+    torch.testing.assert_close(gradients(layer.kl_loss()), gradients(gaussian_kl_sum(mean, softplus_std(rho), 0, 1)))
     torch.manual_seed(1)
     output = layer(x)
     assert KnownStd.values[id(rho)].std is not None
