@@ -16,12 +16,14 @@ from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.cli.main import COMMANDS, main
 from lightning_fedbayes.fusion import available_fusions, unregister_fusion
 from lightning_fedbayes.methods import available_methods, unregister_method
+from tests.benchmarks.test_readers import grey
 from tests.test_examples import load
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +50,8 @@ FIRST_HOUR = [
 ]
 """Guides that end with charts, in the order in which they are read."""
 LINES_OF_AN_EXAMPLE = 40
+LEFT = re.compile('"digits","method":"FedAvg"|"rules".*"fedavg"|"liars"|"fednova"')
+"""The cell of a study that is run again."""
 KEY = re.compile(r"(?<![\w\]`])\[([A-Z][\w-]*)\](?![(\[:])")
 """A reference to a source in a text without code."""
 
@@ -153,6 +157,40 @@ def test_every_program_of_the_docs_starts_and_has_its_options(monkeypatch, capsy
             runpy.run_module(module, run_name="__main__")
         shown = capsys.readouterr().out
         assert (end.value.code, {each for each in options if each not in shown}) == (0, set()), module
+
+
+SMALLER = {
+    "benchmarks.speed.run": "--only regression-10 --repeats 1 --rounds 1 --peers none",
+    "benchmarks.speed.validation": "--examples 200 --repeats 1",
+    "benchmarks.federations.run": "--only digits",
+    "benchmarks.posterior.rounds": "--only rules",
+    "benchmarks.layers.width": "--epochs 1",
+    "benchmarks.engine.kills": "--kills 1",
+    "tests.flower.hardening": "restart",
+}
+"""Program of README and docs → words that make it small; of a study one cell is left to do, and its page."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "line", sorted({line for page in PAGES for line in re.findall(r"`(python -m [^`]+)`", (ROOT / page).read_text())})
+)
+def test_every_program_of_the_docs_runs_at_a_small_size(line, tmp_path):
+    copy, data = tmp_path / "copy", tmp_path / "data"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "__pycache__"))
+    for file in copy.glob("benchmarks/*/results/*.jsonl"):
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(each for each in lines if each != next(filter(LEFT.search, lines), None)))
+    grey(data / "FashionMNIST" / "raw", packed=True)
+    (data / "uci_regression" / "kin8nm").mkdir(parents=True)
+    np.savetxt(data / "uci_regression" / "kin8nm" / "data.txt", np.random.default_rng(0).normal(size=(2100, 9)))
+    words = line.replace("DIR", str(data)).split()[1:]
+    done = subprocess.run([sys.executable, *words, *SMALLER.get(words[1], "").split()], cwd=copy, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    for file in (ROOT / words[1].replace(".", "/")).parent.glob("results/*.jsonl"):
+        again = (copy / file.relative_to(ROOT)).read_text().splitlines()
+        assert len(again) == len(file.read_text().splitlines()), file.name
 
 
 def test_links_and_pictures_exist():

@@ -7,6 +7,8 @@ The round is that of one_round.py on MNIST with pixels: five genuine parties and
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tqdm import tqdm
 
@@ -16,11 +18,21 @@ from benchmarks.untrusted.images import deal, examples
 from benchmarks.untrusted.one_round import GENUINE, LOCAL_EPOCHS, MOST, RATE, SIZE, score, updates_of
 from benchmarks.untrusted.report import RULES, options, table, write
 from lightning_fedbayes.core.quiet import quietly
+from lightning_fedbayes.fusion import robust
 from lightning_fedbayes.fusion.registry import get_rule
 
 ITERATED = ("geometric_median", "ivar_vb", "ivar_mle", "icov_mle")
-"""The rules with a bound of the number of iterations."""
+"""The rules that iterate."""
 ITERATIONS = (1, 2, 3, 5, 10, 100)
+MOST_OF_MEDIAN = robust.ITERATIONS
+
+
+def limited(name: str, iterations: int) -> Any:
+    """Return a rule that stops after so many iterations; the others begin at a geometric median that has all of its."""
+    rule: Any = get_rule(name)
+    rule.max_iterations = iterations
+    robust.ITERATIONS = iterations if name == "geometric_median" else MOST_OF_MEDIAN
+    return rule
 
 
 def main() -> None:
@@ -38,13 +50,13 @@ def main() -> None:
         (posteriors, previous), engine = updates_of([*parties, *noise], test, attack, seed, RATE, LOCAL_EPOCHS)
         start = previous.flatten()[0]
         for name in ITERATED:
-            make = type(get_rule(name))
-            last = make(max_iterations=ITERATIONS[-1])  # type: ignore[call-arg]
-            end = fb.fuse(last, posteriors, previous=previous).flatten()[0]
+            points = {}
             for number in ITERATIONS:
-                rule = make(max_iterations=number)  # type: ignore[call-arg]
-                point = fb.fuse(rule, posteriors, previous=previous).flatten()[0]
+                rule = limited(name, number)
+                points[number] = fb.fuse(rule, posteriors, previous=previous).flatten()[0]
                 accuracies[number][name].append(score(rule, posteriors, previous, test))
+            end = points[ITERATIONS[-1]]
+            for number, point in points.items():
                 distances[number][name].append(float((point - end).norm() / (end - start).norm()))
     titles = {rule: RULES[rule] for rule in ITERATED}
     settings = (

@@ -17,7 +17,7 @@ from benchmarks.posterior.nuts import METHODS, PROBLEMS
 from benchmarks.posterior.report import reached
 from benchmarks.posterior.run import HERE, Cell, cells, result_of
 from lightning_fedbayes.modules import mlp
-from tests.benchmarks.test_readers import write_idx
+from tests.benchmarks.test_readers import grey
 
 
 def gaussian(mean: float, variance: float) -> fb.GaussianPosterior:
@@ -64,10 +64,7 @@ def test_a_small_federation_on_digits_is_scored(partition):
 
 @pytest.mark.parametrize("rule", ["sites", "fedavg"])
 def test_the_images_in_a_folder_are_trained_on_and_scored(rule, tmp_path, monkeypatch):
-    for part, count in (("train", 120), ("test", 40)):
-        labels = torch.arange(count) % 10
-        pixels = (torch.rand(count, 28, 28) * 255 * (labels + 1)[:, None, None] / 10).to(torch.uint8)
-        write_idx(tmp_path, part, pixels.numpy()[:, None], labels.to(torch.uint8).numpy())
+    grey(tmp_path)
     monkeypatch.setattr(images, "IMAGES", 120)
     monkeypatch.setitem(images.STUDIES, "fashion_mnist", images.STUDIES["fashion_mnist"]._replace(rounds=1))
     monkeypatch.setitem(images.SPLITS, "IID", fb.IIDPartition(2))
