@@ -72,10 +72,10 @@ def rounds(folder: Path) -> int:
 
 
 def content(folder: Path) -> list[object]:
-    """Return the posterior and the clients' states, without names of runs."""
+    """Return the posterior and the clients' states, without what is another in every run."""
     posteriors = [torch.load(path)["server"]["posterior"] for path in folder.glob("*.pt")]
     states = [torch.load(path) for path in sorted(folder.rglob("client-*.pt"))]
-    return [*posteriors, *({name: value for name, value in each.items() if name != "federation"} for each in states)]
+    return [*posteriors, *({name: each[name] for name in each.keys() - {"federation", "secret"}} for each in states)]
 
 
 def main() -> None:

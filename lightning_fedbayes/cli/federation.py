@@ -87,9 +87,8 @@ class FederationCLI(LightningCLI):
             used = getattr(self, "_subcommand_parsers", {}).get(args[0], parser)
             raise FedBayesError(explain(str(error), option_names(used._actions))) from error
         of_stage = self.config.get(self.config.get("subcommand", ""), self.config)
-        check_at_least(
-            "seed_everything", of_stage["seed_everything"], 0, 2**32 - 1, error=FedBayesError
-        )  # as NumPy has it
+        seed = of_stage["seed_everything"]
+        check_at_least("seed_everything", seed, 0, 2**32 - 1, error=FedBayesError)  # as NumPy has it
 
     def instantiate_classes(self) -> None:
         """Make the objects. Raise an error of this package as itself, without the parser's error around it."""
