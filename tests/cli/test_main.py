@@ -70,6 +70,7 @@ def test_help_and_simple_mistakes_take_less_than_a_second(command):
         (["--federation.engine=vectorised"], "engine: unknown choice 'vectorised': did you mean 'vectorized'?"),
         (["--federation.seed=3"], 'must be given via "seed_everything"'),
         (["--seed_everything=-3"], "seed_everything=-3: give at least 0"),
+        (["--seed_everything=4294967296"], "seed_everything=4294967296: give "),
         (["--federation.local_epochs=two"], "federation.local_epochs: Expected a <class 'int'>. Got value: two"),
         (["--federation.partition=DirchletPartition"], "did you mean 'DirichletPartition'? Known: ClassPartition, "),
         (["--federation.partition.cliens=3"], "unknown argument 'cliens': did you mean 'clients'?"),
