@@ -13,6 +13,7 @@ from lightning_fedbayes.fusion.inferred import centred_products
 
 from .untrusted import distances_of, error, independent, normal, origin, overlapping, point_masses
 
+as_printed = icov.as_printed
 FOUR_SHARE = [{*range(20), 100 + client} for client in range(4)] + [set(range(40, 60)), set(range(60, 80))]
 TWO_GROUPS = [
     *({*range(20), 100 + client} for client in range(4)),
@@ -140,6 +141,15 @@ def test_printed_equations_on_products_are_those_on_the_data(steps):
     features = normal(5, 2, seed=7)
     found = icov.as_printed(updates @ updates.T / 40, 40, features, steps)
     torch.testing.assert_close(found, slow_printed(updates, features, steps))
+
+
+def test_the_printed_rule_starts_from_standard_normal_features(monkeypatch):
+    _, updates = independent([0.2, 0.3, 0.5, 0.8, 2.0], 40)
+    features = torch.randn(5, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = icov.least_squares(slow_printed(updates, features, 1)) @ updates
+    monkeypatch.setattr(icov, "as_printed", lambda *start: as_printed(*start, steps=1))  # before the start is forgotten
+    found = fuse(InverseCovarianceVB(2, printed=True, seed=3), point_masses(updates), previous=origin(40))
+    torch.testing.assert_close(found.flatten()[0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_printed_equations_need_a_feature_for_each_adversary():
