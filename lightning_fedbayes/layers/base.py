@@ -238,8 +238,7 @@ class BayesianAffine(BayesianLayer):
             return mean + std * torch.randn_like(mean)
         bias_like = self.mu_bias
         draws = torch.randn_like(weight_mean), None if bias_like is None else torch.randn_like(bias_like)
-        signs = (random_signs(shape, x) for shape in self.sign_shapes(x))
-        return self.flipout(op, x, weight, bias, FlipoutNoise(*draws, *signs))
+        return self.flipout(op, x, weight, bias, FlipoutNoise(*draws, *random_signs(self.sign_shapes(x), x)))
 
     def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
         """Output of Flipout. Arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
@@ -371,9 +370,11 @@ def default_weight_std(weight: Tensor) -> float:
     return 1 / math.sqrt(3 * max(1, math.prod(weight.shape[1:])))
 
 
-def random_signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Independent ±1 of equal probability, with the dtype and device of ``like``."""
-    return torch.rsub(torch.randint(0, 2, shape, dtype=like.dtype, device=like.device), 1, alpha=2)
+def random_signs(shapes: Sequence[tuple[int, ...]], like: Tensor) -> list[Tensor]:
+    """Independent ±1 of equal probability, of each shape, with the dtype and device of ``like``."""
+    sizes = [math.prod(shape) for shape in shapes]
+    signs = torch.rsub(torch.randint(0, 2, (sum(sizes),), dtype=like.dtype, device=like.device), 1, alpha=2)
+    return [part.view(shape) for part, shape in zip(signs.split(sizes), shapes)]
 
 
 def check_template(bias: Any, device: Any, dtype: Any, **sizes: Any) -> None:

@@ -16,7 +16,7 @@ from lightning_fedbayes.layers.functional import softplus_std
 
 SMALL = 2**14
 """Number of entries below which a tensor operation costs mainly the call. Smaller parameters are concatenated for their
-KL, with autograd's gradient. Larger ones use the closed form."""
+KL. Under ``torch.func`` they have autograd's gradient in place of the closed form."""
 
 
 class KLWatch:
@@ -42,14 +42,19 @@ def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior
     """
     if mean.dtype in (torch.float16, torch.bfloat16):
         mean, std = mean.float(), std.float()
+    moments = prior_mean, prior_std
+    prior = [each.expand(mean.shape) if isinstance(each, Tensor) else each for each in moments]
+    if not torch.compiler.is_compiling():
+        try:
+            return cast("Tensor", PlainGaussianKL.apply(mean, std, *prior, 0))
+        except RuntimeError:
+            pass  # a transform of torch.func
     if mean.numel() < SMALL:
         shift, ratio = standardised(mean, std, prior_mean, prior_std)
         # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
         spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
         return (spread + shift * shift).sum() / 2
-    moments = prior_mean, prior_std
-    prior = [each.expand(mean.shape).flatten() if isinstance(each, Tensor) else each for each in moments]
-    return cast("Tensor", GaussianKL.apply(mean.flatten(), std.flatten(), *prior))
+    return cast("Tensor", GaussianKL.apply(mean, std, *prior, 0))
 
 
 def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float) -> Tensor:
@@ -61,21 +66,24 @@ def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: f
 
 
 class GaussianKL(torch.autograd.Function):
-    r"""The function behind :func:`gaussian_kl_sum`, over the last dimension.
+    r"""The function behind :func:`gaussian_kl_sum`, over all dimensions but the first ``kept``.
 
     .. math:: \frac{\partial}{\partial \mu_i} = \frac{\mu_i - m_i}{s_i^2}, \qquad
               \frac{\partial}{\partial \sigma_i} = \frac{\sigma_i}{s_i^2} - \frac{1}{\sigma_i}, \qquad
               \frac{\partial}{\partial s_i} = \frac{1}{s_i} - \frac{\sigma_i^2 + (\mu_i - m_i)^2}{s_i^3}
 
     The backward pass can be differentiated again. Under ``vmap`` it runs once on the stacked tensors.
-    Shapes: mean and std (*, n), prior_mean and prior_std numbers or tensors that broadcast to that, result (*).
+    ``prior_mean`` and ``prior_std`` are numbers, or tensors that broadcast to the shape of mean and std.
     """
 
     @staticmethod
-    def forward(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
-        """The sum over the last dimension."""
+    def forward(
+        mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float, kept: int
+    ) -> Tensor:
+        """The sum, of shape (\\*kept)."""
         shift, ratio = standardised(mean, std, prior_mean, prior_std)
-        return shift.square().addcmul_(ratio, ratio).sub_(1).sub_(ratio.log(), alpha=2).sum(-1) / 2
+        terms = torch.rsub(ratio.log(), -1, alpha=2).addcmul_(ratio, ratio).addcmul_(shift, shift)
+        return terms.flatten(kept).sum(-1) / 2
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -87,39 +95,39 @@ class GaussianKL(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Return the gradients of all four inputs."""
         tensors = iter(ctx.saved_tensors)
-        mean, std, prior_mean, prior_std = (next(tensors) if value is None else value for value in ctx.inputs)
-        gradient = gradients[0].unsqueeze(-1)
+        mean, std, prior_mean, prior_std, kept = (next(tensors) if value is None else value for value in ctx.inputs)
+        gradient = gradients[0].view(*gradients[0].shape, *(1,) * (mean.dim() - kept))
         scale = gradient / (prior_std * prior_std)
         shift = mean if ctx.inputs[2] == 0 else mean - prior_mean
         of_mean = shift * scale
-        of_std = torch.addcdiv(std * scale, gradient, std, value=-1)
+        of_std = (std * scale).addcdiv_(gradient, std, value=-1)
         of_prior_mean = of_prior_std = None
         if ctx.needs_input_grad[2]:
             of_prior_mean = -of_mean.sum_to_size(prior_mean.shape)
         if ctx.needs_input_grad[3]:
             squares = std * std + (mean - prior_mean) ** 2
             of_prior_std = ((gradient - scale * squares) / prior_std).sum_to_size(prior_std.shape)
-        return of_mean, of_std, of_prior_mean, of_prior_std
+        return of_mean, of_std, of_prior_mean, of_prior_std, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:  # pyright: ignore
         """Compute all stacked divergences at once."""
         stacked = [
             value if not isinstance(value, Tensor) else value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
-            for value, dim in zip(inputs, in_dims)
+            for value, dim in zip(inputs[:4], in_dims)
         ]
         mean, std = (each.expand(info.batch_size, *each.shape[1:]) for each in stacked[:2])
-        return GaussianKL.apply(mean, std, *stacked[2:]), 0
+        return GaussianKL.apply(mean, std, *stacked[2:], inputs[4] + 1), 0
 
 
 class PlainGaussianKL(torch.autograd.Function):
     """:class:`GaussianKL` outside of ``torch.func``: saves the 45 µs in which torch binds arguments by name."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
-        """The sum over the last dimension."""
-        output = GaussianKL.forward(mean, std, prior_mean, prior_std)
-        GaussianKL.setup_context(ctx, (mean, std, prior_mean, prior_std), output)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """See :meth:`GaussianKL.forward`."""
+        output = GaussianKL.forward(*inputs)
+        GaussianKL.setup_context(ctx, inputs, output)
         return output
 
     backward = GaussianKL.backward
@@ -138,16 +146,17 @@ class KnownStd(torch.autograd.Function):
     """:func:`~lightning_fedbayes.layers.functional.softplus_std`, computed once for the draw and the KL of a step."""
 
     values: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
-    """Identity of ρ → the last call, as long as its output's graph waits for the backward pass."""
+    """Identity of ρ → the last call, as long as its output's graph waits for the backward pass. Two calls with the same
+    output share ``slope``, which has dσ/dρ from the first one's backward pass to the other's."""
 
     @staticmethod
     def forward(ctx: Any, rho: Tensor) -> Tensor:
         """The standard deviations of ``rho``."""
         last = KnownStd.values.get(id(rho))
         if last is None or last.std is None or last.version != version_if_any(rho):
-            std = softplus_std(rho)
+            std, ctx.slope = softplus_std(rho), []
         else:
-            std = last.std.view_as(rho)
+            std, ctx.slope = last.std.view_as(rho), last.slope
         ctx.save_for_backward(rho)
         ctx.std, ctx.version = std.detach(), version_if_any(rho)
         KnownStd.values[id(rho)] = ctx
@@ -156,8 +165,13 @@ class KnownStd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore
         """Return the gradient of ρ."""
-        ctx.std = None
-        return torch.ops.aten.softplus_backward(gradients[0], *ctx.saved_tensors, 1, 40.0)
+        ctx.std, (rho,) = None, ctx.saved_tensors
+        if torch.is_grad_enabled():  # it is differentiated again
+            return gradients[0] * rho.sigmoid()
+        if ctx.slope:
+            return gradients[0] * ctx.slope.pop()
+        ctx.slope.append(rho.sigmoid())
+        return gradients[0] * ctx.slope[0]
 
 
 def known_std(rho: Tensor) -> Tensor:
@@ -220,7 +234,7 @@ class JointDraw(torch.autograd.Function):
         draws = _split(torch.addcmul(mean, std, noise), ctx)
         if prior is None:
             return *draws, mean, rho, std
-        kl = GaussianKL.forward(mean, std, *prior) if isinstance(prior, tuple) else prior.values(mean, std)
+        kl = GaussianKL.forward(mean, std, *prior, 1) if isinstance(prior, tuple) else prior.values(mean, std)
         return *draws, mean, rho, std, kl
 
     @staticmethod

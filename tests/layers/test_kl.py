@@ -295,3 +295,31 @@ def test_the_divergence_takes_the_widths_of_the_draw_and_no_older_ones():
     assert copy.deepcopy(layer).kl_loss() == layer.kl_loss()
     assert grad(lambda value: functional_call(layer, {"rho_weight": value}, x).sum())(rho.detach()).any()
     assert fresh()
+
+
+def test_widths_and_their_slope_are_shared_and_derivatives_stay_right():
+    """Twice the same graph, one part of it, and second derivatives after first ones that were kept."""
+    torch.manual_seed(0)
+    mean, rho = (leaf(torch.randn(kl.SMALL, dtype=torch.float64)) for _ in range(2))
+
+    def parts(std):
+        return (std() ** 3).sum(), gaussian_kl_sum(mean, std(), 0.0, 1.0)
+
+    def derivatives(total):
+        (first,) = torch.autograd.grad(total, rho, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), rho)
+
+    expected = derivatives(sum(parts(lambda: softplus_std(rho))))
+    cubes, divergence = parts(lambda: kl.known_std(rho))
+    slope = KnownStd.values[id(rho)].slope
+    for _ in range(3):
+        (first,) = torch.autograd.grad(cubes + divergence, rho, retain_graph=True)
+        torch.testing.assert_close(first, expected[0].detach())
+        assert slope == []
+    (first,) = torch.autograd.grad(cubes, rho, retain_graph=True)
+    second = torch.autograd.grad(divergence, rho, retain_graph=True)[0]
+    torch.testing.assert_close(first + second, expected[0].detach())
+    torch.autograd.grad(cubes, rho, retain_graph=True)
+    assert len(slope) == 1
+    for found, wanted in zip(derivatives(cubes + divergence), expected, strict=True):
+        torch.testing.assert_close(found, wanted)

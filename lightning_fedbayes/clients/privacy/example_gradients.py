@@ -87,7 +87,7 @@ def std_gradients(
     noise = torch.randn_like(weight)
     bias_noise = torch.ones_like(bias_step[0]) if bias_mean is None else torch.randn_like(bias_mean)
     if layer.estimator == "flipout":
-        input_signs, output_signs = (random_signs(shape, x) for shape in layer.sign_shapes(x))
+        input_signs, output_signs = random_signs(layer.sign_shapes(x), x)
         weight_step, bias_step = affine_gradients(layer, x * input_signs, backprops * output_signs)
     return weight_step * noise, bias_step * bias_noise
 

@@ -245,7 +245,7 @@ def kl_sum(
         mean, sigma = (torch.cat(part, 1) for part in parts)
         if mean.dtype in (torch.float16, torch.bfloat16):
             mean, sigma = mean.float(), sigma.float()
-        joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std)
+        joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std, 1)
     return private_torch.to_client_view(joint, mode.level)
 
 
