@@ -180,21 +180,22 @@ class PosteriorView:
         """Write ``posterior`` into the parameters, in place. Loading an unchanged ``read()`` changes no bit.
 
         A parameter keeps its dtype. A Gaussian parameter of variance 0 takes the smallest σ that layers represent
-        (1e-19 in float32). Names or shapes that differ from the module's raise PosteriorError.
+        (1e-19 in float32). Names or shapes that differ from the module's raise PosteriorError, but frozen parameters,
+        which federations leave out, may be missing, and stay as they are.
         """
         check_posterior(posterior, "posterior")
-        if posterior.mean.keys() != self._entries.keys():
-            missing = [name for name in self._entries if name not in posterior.mean]
+        entries = {n: each for n, each in self._entries.items() if n in posterior.mean or parameter_of(each).requires_grad}
+        if posterior.mean.keys() != entries.keys():
+            missing = [name for name in entries if name not in posterior.mean]
             extra = [name for name in posterior.mean if name not in self._entries]
             what = f"it lacks {listed(missing) or 'nothing'} and has {listed(extra) or 'nothing'} that the module lacks"
             remedy = "read it from this network with the same exclude"
             raise PosteriorError(f"the posterior is not of this module: {what}; {remedy}")
-        for name, entry in self._entries.items():
-            live = entry.mean if isinstance(entry, GaussianParameter) else parameter_of(entry)
-            if posterior.mean[name].shape != live.shape:
-                shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(live.shape)} in the module"
+        for name, entry in entries.items():
+            if posterior.mean[name].shape != (own := parameter_of(entry).shape):
+                shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(own)} in the module"
                 raise PosteriorError(f"'{name}' has shape {shapes}; read it from a network of the same sizes")
-        for name, entry in self._entries.items():
+        for name, entry in entries.items():
             mean = posterior.mean[name]
             if not isinstance(entry, GaussianParameter):
                 parameter_of(entry).copy_(mean)
@@ -226,10 +227,11 @@ def parameter_paths(network: nn.Module) -> dict[str, str]:
     return paths
 
 
-def parameter_of(entry: tuple[nn.Module, str]) -> Tensor:
-    """Return the live parameter of ``entry``: a module and the name of its attribute."""
-    owner, attribute = entry
-    parameter = owner._parameters[attribute]
+def parameter_of(entry: GaussianParameter | tuple[nn.Module, str]) -> Tensor:
+    """Return the live parameter, or mean, of ``entry``. A tuple is of a module and the name of its attribute."""
+    if isinstance(entry, GaussianParameter):
+        return entry.mean
+    parameter = entry[0]._parameters[entry[1]]
     assert parameter is not None
     return parameter
 

@@ -123,6 +123,23 @@ def test_foreign_posteriors_are_refused_by_name_and_shape():
         layers.load_posterior(network, point({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
 
 
+@pytest.mark.parametrize("last", [nn.Linear(3, 1), layers.LinearFlipout(3, 1)])
+def test_frozen_parameters_may_be_missing_and_stay(last):
+    """A federation sends what is trained, such as an adapter: its posterior is loaded into the whole network."""
+    network = nn.Sequential(nn.Linear(2, 3).requires_grad_(False), last)
+    whole = layers.read_posterior(network)
+    frozen, part = whole.mean["0.weight"].clone(), layers.read_posterior(network, exclude=["0.weight", "0.bias"])
+    expected = part.mean["1.weight"] + 1
+    layers.load_posterior(network, GaussianPosterior({n: v + 1 for n, v in part.mean.items()}, part.variance))
+    assert torch.equal(network[0].weight, frozen)
+    assert torch.equal(layers.read_posterior(network).mean["1.weight"], expected)
+    layers.load_posterior(network, whole)
+    network[0].weight.requires_grad_(True)
+    with pytest.raises(PosteriorError, match=r"lacks 0.weight and has nothing"):
+        layers.load_posterior(network, part)
+
+
+
 def test_bayesian_torch_parameters_have_its_mean_and_std():
     network = dnn_to_bnn_network()
     parameters = layers.gaussian_parameters(network)
