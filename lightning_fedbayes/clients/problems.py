@@ -15,6 +15,7 @@ from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest
 from lightning_fedbayes.clients.model import ResidentModel, Tensors
 from lightning_fedbayes.clients.settings import FederationSettings
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.core.posterior import at_least_float32
 from lightning_fedbayes.layers import set_prior
 from lightning_fedbayes.layers.base import BayesianLayer
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
@@ -277,6 +278,7 @@ def price_weight(std: Tensor) -> Tensor:
 
     .. math:: \sum \frac{H}{\Lambda} = \sum \sigma \frac{\partial \ell}{\partial \sigma}
     """
+    std = at_least_float32(std)
     return std / -torch.expm1(-std)
 
 
@@ -341,7 +343,7 @@ class Watch:
     def _hold(self, name: str, weight: Tensor, rho: Tensor) -> None:
         """Add the gradient by ρ to Price's trace, and remove it."""
         assert rho.grad is not None
-        self._traces[name] = (rho.grad.double() * weight).sum()
+        self._traces[name] = (rho.grad * weight).sum(dtype=torch.float64)
         rho.grad = None
 
     @torch.no_grad()

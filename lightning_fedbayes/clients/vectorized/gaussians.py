@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.model import Tensors
 from lightning_fedbayes.clients.problems import LocalPriors
-from lightning_fedbayes.clients.vectorized.schedule import Slots, take_rows
+from lightning_fedbayes.clients.vectorized.schedule import Slots, row_sums, take_rows
 from lightning_fedbayes.core.private_torch import version_of
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.kl import SMALL, JointDraw
@@ -169,7 +169,8 @@ class StackedPriors:
     def of_means(self, name: str, means: Tensor) -> tuple[Tensor, Tensor]:
         """Return each client's prior at the ``means`` of a parameter, (clients,), and its gradient, (clients, *)."""
         prior = self._stacks[name]
-        return prior.terms(means).reshape(len(means), -1).sum(1), prior.gradients(means, means)[0]
+        slope = prior.gradients(means, means)[0]  # the prior is half of move · (slope at the center + slope here)
+        return row_sums((means - prior.mean) * (prior.slope + slope)) / 2, slope
 
     @contextmanager
     def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:

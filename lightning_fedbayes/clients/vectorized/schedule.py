@@ -55,6 +55,11 @@ def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
         stack[list(slots)] += rows
 
 
+def row_sums(stack: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum each row of (clients, *), in any order in memory, as ``dtype``."""
+    return stack.unsqueeze(1).sum(list(range(1, stack.dim() + 1)), dtype=dtype)
+
+
 @dataclass(frozen=True)
 class Group:
     """Clients that take one step together, in the rows ``slots`` of the stack.

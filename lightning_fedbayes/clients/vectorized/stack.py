@@ -18,7 +18,7 @@ from lightning_fedbayes.clients.snapshot import Snapshot, write
 from lightning_fedbayes.clients.states import Client, ClientState, OptimizerState, parameters_of
 from lightning_fedbayes.clients.vectorized.gaussians import StackedPriors
 from lightning_fedbayes.clients.vectorized.optimizer import StackedOptimizer, clip_norms, clip_values
-from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Slots, add_rows, put_rows, take_rows
+from lightning_fedbayes.clients.vectorized.schedule import Disagreement, Slots, add_rows, put_rows, row_sums, take_rows
 from lightning_fedbayes.clients.vectorized.step import Attributes, StackedStep
 from lightning_fedbayes.clients.vectorized.swap import ParameterSwap
 from lightning_fedbayes.core.errors import CannotVectorize
@@ -189,7 +189,7 @@ class ClientStack:
                 add_rows(measured.squares[name], slots, gradient.square() if single is None else single)
                 rho = parameters[self._rhos[name]]
                 if rho.grad is not None:  # what Price's trace gains
-                    trace = (rho.grad.double() * self._weights[name]).reshape(len(rho), -1).sum(1)
+                    trace = row_sums(rho.grad * self._weights[name], torch.float64)
                     add_rows(measured.traces[name], slots, torch.stack([trace, trace.square()], 1))
             else:
                 continue
