@@ -318,7 +318,7 @@ class Watch:
             squares.register_hook(partial(self._squares.__setitem__, name))
             prior = replace(self._priors[name], tally=tally, squares=squares)
             each.replace_prior(prior)
-            self._take(name, each.mean, lambda mean, prior=prior: prior.gradients(mean, mean)[0])
+            self._take(name, each.mean, lambda mean, prior=prior: prior.gradient(mean))
             if each.rho.requires_grad:
                 weight = price_weight(each.std.detach())
                 self._handles.append(each.rho.register_post_accumulate_grad_hook(partial(self._hold, name, weight)))

@@ -186,21 +186,19 @@ def known_std(rho: Tensor) -> Tensor:
 
 
 class JointKL(torch.autograd.Function):
-    """Divergence from a joint prior with ``values`` and ``gradients``: (networks, entries) → (networks,)."""
+    """Divergence from a joint prior with ``values`` and a ``gradient``: (networks, entries) → (networks,)."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, std: Tensor, prior: Any) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, prior: Any) -> Tensor:
         """Return the prior's values."""
         ctx.prior = prior
-        ctx.save_for_backward(mean, std)
-        return prior.values(mean, std)
+        ctx.save_for_backward(mean)
+        return prior.values(mean)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        """Return the gradients of mean and standard deviation."""
-        scale = gradients[0].unsqueeze(-1)
-        of_mean, of_std = ctx.prior.gradients(*ctx.saved_tensors)
-        return of_mean.mul_(scale), None if of_std is None else of_std.mul_(scale), None
+        """Return the gradient of the mean."""
+        return ctx.prior.gradient(*ctx.saved_tensors).mul_(gradients[0].unsqueeze(-1)), None
 
 
 class JointDraw(torch.autograd.Function):
@@ -234,7 +232,7 @@ class JointDraw(torch.autograd.Function):
         draws = _split(torch.addcmul(mean, std, noise), ctx)
         if prior is None:
             return *draws, mean, rho, std
-        kl = GaussianKL.forward(mean, std, *prior, 1) if isinstance(prior, tuple) else prior.values(mean, std)
+        kl = GaussianKL.forward(mean, std, *prior, 1) if isinstance(prior, tuple) else prior.values(mean)
         return *draws, mean, rho, std, kl
 
     @staticmethod
@@ -254,10 +252,7 @@ class JointDraw(torch.autograd.Function):
             of_mean = _plus(of_draw, of_mean)
         scale = None if of_divergence is None else of_divergence.unsqueeze(1)
         if scale is not None and not isinstance(ctx.prior, tuple):
-            kl_of_mean, kl_of_std = ctx.prior.gradients(mean, std)
-            of_mean = _plus(kl_of_mean.mul_(scale), of_mean)
-            if kl_of_std is not None:
-                of_std = _plus(kl_of_std.mul_(scale), of_std)
+            of_mean = _plus(ctx.prior.gradient(mean).mul_(scale), of_mean)
         elif scale is not None:
             prior_mean, prior_std = ctx.prior
             inverse = scale / std

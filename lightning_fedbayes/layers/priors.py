@@ -119,7 +119,7 @@ class LocalPrior:
         """Return the divergence of so many entries with its tally."""
         return divergence if self.tally is None else divergence + self.tally * entries
 
-    def values(self, mean: Tensor, std: Tensor) -> Tensor:
+    def values(self, mean: Tensor) -> Tensor:
         """The sum above over the last dimension, without a tally: shape (networks, entries) → (networks,)."""
         return self.terms(mean).sum(-1)
 
@@ -128,9 +128,9 @@ class LocalPrior:
         move = mean - self.mean
         return move * torch.addcmul(self.slope, move, self.curvature, value=0.5)
 
-    def gradients(self, mean: Tensor, std: Tensor) -> tuple[Tensor, None]:
-        """Return the derivatives of each entry's term by the mean, and None for those by the standard deviation."""
-        return torch.addcmul(self.slope, mean - self.mean, self.curvature), None
+    def gradient(self, mean: Tensor) -> Tensor:
+        """Return the derivative of each entry's term by the mean. Those by the standard deviation are 0."""
+        return torch.addcmul(self.slope, mean - self.mean, self.curvature)
 
 
 P = TypeVar("P", bound=Prior)

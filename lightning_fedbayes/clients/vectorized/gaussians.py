@@ -169,7 +169,7 @@ class StackedPriors:
     def of_means(self, name: str, means: Tensor) -> tuple[Tensor, Tensor]:
         """Return each client's prior at the ``means`` of a parameter, (clients,), and its gradient, (clients, *)."""
         prior = self._stacks[name]
-        slope = prior.gradients(means, means)[0]  # the prior is half of move · (slope at the center + slope here)
+        slope = prior.gradient(means)  # the prior is half of move · (slope at the center + slope here)
         return row_sums((means - prior.mean) * (prior.slope + slope)) / 2, slope
 
     @contextmanager

@@ -224,12 +224,11 @@ def own_divergence(mode: StackedOperations) -> Tensor | None:
     """Return the divergence of every client's small parameters from its prior, (clients,), or None without one."""
     prior = mode.joint.local()
     mus = [private_torch.stack_of(each.mean, mode.level) for each in mode.gaussians.small]
-    sigmas = [std_stack(mode, each.rho) for each in mode.gaussians.small]
-    if prior is None or any(each is None for each in (*mus, *sigmas)):
+    if prior is None or any(each is None for each in mus):
         return None
     with private_torch.outside_vmap():
-        mean, sigma = (torch.cat([each.flatten(1) for each in part if each is not None], 1) for part in (mus, sigmas))
-        divergences: Any = JointKL.apply(mean, sigma, prior)
+        mean = torch.cat([each.flatten(1) for each in mus if each is not None], 1)
+        divergences: Any = JointKL.apply(mean, prior)
         return prior.tallied(divergences, mean.shape[1])
 
 

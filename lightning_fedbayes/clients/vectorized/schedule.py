@@ -49,7 +49,9 @@ def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
 
 def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
     """Add ``rows`` to the rows ``slots`` of ``stack``."""
-    if isinstance(slots, range):
+    if len(slots) == len(stack):
+        stack.add_(rows)
+    elif isinstance(slots, range):
         stack[slots.start : slots.stop].add_(rows)
     else:
         stack[list(slots)] += rows
