@@ -92,13 +92,42 @@ def training_step(layer: nn.Module, inputs: Tensor) -> Callable[[], None]:
     return step
 
 
+def by_hand(x: Tensor, outputs: int, flipout: bool) -> Callable[[], Tensor]:
+    """Return a function that takes the step of a linear layer without autograd, in place: what cannot be left out."""
+    mean, rho = torch.randn(outputs, x.shape[1]) / 20, torch.full((outputs, x.shape[1]), -3.0)
+    noise, std, change, rest, slope = (torch.empty_like(mean) for _ in range(5))
+    bias, weight = torch.zeros(outputs), 1e-3
+
+    def step() -> Tensor:
+        noise.normal_()
+        torch.log1p(torch.exp(rho, out=std), out=std)
+        signed, out_signs = x, 1.0
+        if flipout:
+            in_signs, out_signs = (torch.randint(0, 2, (len(x), n), dtype=x.dtype) * 2 - 1 for n in mean.T.shape)
+            signed = x * in_signs
+            y = torch.addmm(bias, x, mean.T).addcmul_(signed @ torch.mul(std, noise, out=change).T, out_signs)
+        else:
+            y = torch.addmm(bias, x, torch.addcmul(mean, std, noise, out=change).T)
+        gradient = y * (2 / y.numel())
+        kl = (mean.square().sum() + std.square().sum() - mean.numel()) / 2 - torch.log(std, out=rest).sum()
+        of_mean = gradient.T @ x
+        of_std = (gradient * out_signs).T @ signed if flipout else of_mean.clone()
+        of_mean.add_(mean, alpha=weight)
+        of_std.mul_(noise).add_(std, alpha=weight).sub_(torch.reciprocal(std, out=rest), alpha=weight)
+        of_std.mul_(torch.sigmoid(rho, out=slope))
+        return y.square().mean() + weight * kl
+
+    return step
+
+
 def layer_steps(repeats: int) -> list[list[str]]:
     """Rows of the table of training steps."""
     rows = []
     inputs = torch.randn(32, 784)
     ours = {e: getattr(layers, f"Linear{suffix}")(784, 400) for e, suffix in SUFFIX.items()}
     theirs = {"reparameterization": peer.LinearReparameterization(784, 400), "flipout": peer.LinearFlipout(784, 400)}
-    rows += contest("linear 784→400, batch 32", nn.Linear(784, 400), ours, theirs, inputs, repeats)
+    hand = {"reparameterization": by_hand(inputs, 400, False), "flipout": by_hand(inputs, 400, True)}
+    rows += contest("linear 784→400, batch 32", nn.Linear(784, 400), ours, theirs, inputs, repeats, hand)
     inputs = torch.randn(32, 16, 16, 16)
     ours = {e: getattr(layers, f"Conv2d{suffix}")(16, 32, 3, padding=1) for e, suffix in SUFFIX.items()}
     theirs = {
@@ -116,11 +145,14 @@ def contest(
     theirs: Mapping[str, nn.Module],
     inputs: Tensor,
     repeats: int,
+    hand: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[list[str]]:
-    """A row per estimator: times, and ratios to the deterministic layer and to bayesian-torch's layer."""
+    """A row per estimator: times, and ratios to the deterministic layer, bayesian-torch's and a step by hand."""
+    hand = hand or {}
     contestants = {"deterministic": training_step(plain, inputs)}
     contestants |= {f"ours {name}": training_step(layer, inputs) for name, layer in ours.items()}
     contestants |= {f"theirs {name}": training_step(layer, inputs) for name, layer in theirs.items()}
+    contestants |= {f"hand {name}": step for name, step in hand.items()}
     times = take_turns(contestants, repeats)
     rows = []
     for name, layer in ours.items():
@@ -134,6 +166,7 @@ def contest(
                 microseconds(times, f"theirs {peer_name}"),
                 ratio(times, f"ours {name}", "deterministic"),
                 ratio(times, f"theirs {peer_name}", f"ours {name}"),
+                ratio(times, f"ours {name}", f"hand {name}") if name in hand else "",
                 f"{size(layer) / size(theirs[peer_name]):.2f}",
             ]
         )
@@ -388,6 +421,7 @@ def main() -> None:
                 "bayesian-torch, µs",
                 "ours / deterministic",
                 "bayesian-torch / ours",
+                "ours / by hand",
                 "memory, ours / bayesian-torch",
             ),
             layer_steps(repeats),

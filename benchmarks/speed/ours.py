@@ -1,11 +1,11 @@
-"""Worker: rounds of a FederatedBayes through one Lightning Trainer and one ``fit``."""
+"""Worker: rounds of a FederatedBayes through one Trainer and one ``fit``, or epochs of a Trainer without it."""
 
 from __future__ import annotations
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import lightning_fedbayes as fb
 from benchmarks.speed import workloads
@@ -47,14 +47,16 @@ def network(workload: Workload) -> nn.Module:
 class AtTheGate(L.Callback):
     """Callback that calls the gate before every epoch; it precedes FederatedBayes and so sees the global network."""
 
-    def __init__(self, gate: Gate, federation: fb.FederatedBayes) -> None:
+    def __init__(self, gate: Gate, federation: fb.FederatedBayes | None) -> None:
         self.gate = gate
         self.federation = federation
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = pl_module.network
         assert isinstance(network, nn.Module)
-        if not self.gate(lambda: workloads.means(network), lambda: {"engine": self.federation.described()["engine"]}):
+        chosen = self.federation
+        facts = dict if chosen is None else lambda: {"engine": chosen.described()["engine"]}
+        if not self.gate(lambda: workloads.means(network), facts):
             trainer.should_stop = True
 
 
@@ -62,15 +64,18 @@ def federation(order: Order) -> None:
     """Run all rounds, and one more after the report, because Lightning completes an epoch that has begun."""
     workload = WORKLOADS[order.workload]
     clients = {str(k): TensorDataset(*each) for k, each in enumerate(workloads.client_data(order.workload, order.data))}
-    loader = DataLoader(fb.ClientDatasets(clients), batch_size=workload.batch, shuffle=True)
     engine: str = order.engine
-    callback = fb.FederatedBayes(fusion="fedavg", engine=engine, seed=workloads.SEED)  # pyright: ignore[reportArgumentType]
+    dataset: Dataset = ConcatDataset(clients.values()) if order.side == "lightning" else fb.ClientDatasets(clients)
+    loader = DataLoader(dataset, batch_size=workload.batch, shuffle=True)
+    callback = None
+    if order.side == "ours":
+        callback = fb.FederatedBayes(fusion="fedavg", engine=engine, seed=workloads.SEED)  # pyright: ignore[reportArgumentType]
     gate = Gate(order, {"lightning": L.__version__})
     trainer = L.Trainer(
         max_epochs=order.rounds + 1,
         accelerator="gpu" if order.device == "cuda" else "cpu",
         devices=1,
-        callbacks=[AtTheGate(gate, callback), callback],
+        callbacks=[AtTheGate(gate, callback), *([] if callback is None else [callback])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -29,6 +29,7 @@ MODULES = {
     "ours": "ours",
     "dataloader": "loop",
     "loop": "loop",
+    "lightning": "ours",
     "pfl": "peers.pfl_research",
     "flower": "peers.flower",
 }
@@ -112,7 +113,7 @@ def parse() -> argparse.Namespace:
 
 def environments(arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     """Return the interpreter of every side that can run, and a note for every peer that cannot."""
-    pythons = {"ours": sys.executable, "dataloader": sys.executable, "loop": sys.executable}
+    pythons: dict[str, str] = dict.fromkeys(("ours", "dataloader", "loop", "lightning"), sys.executable)
     notes: list[str] = []
     wanted = {opponent for name in arguments.only for opponent in WORKLOADS[name].bars}
     for peer in [peer for peer in REQUIREMENTS if peer in arguments.peers and peer in wanted]:

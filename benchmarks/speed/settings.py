@@ -19,6 +19,7 @@ TOLERANCE = 0.05
 OPPONENTS: dict[str, str] = {
     "dataloader": "plain loop, a DataLoader per client",
     "loop": "plain loop, batches sliced from tensors",
+    "lightning": "one Lightning Trainer on all data, no federation",
     "pfl": "pfl-research",
     "flower": "Flower simulation",
 }
@@ -92,7 +93,7 @@ WORKLOADS: dict[str, Workload] = {
         batch=16,
         rate=0.1,
         rounds=20,
-        bars={"dataloader": None, "loop": 2.0, "pfl": None},
+        bars={"dataloader": None, "loop": 2.0, "lightning": None, "pfl": None},
     ),
     "dense-50k": Workload(
         title="784-64-10, 10 clients × 500, batch 32",

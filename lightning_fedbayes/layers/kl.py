@@ -4,6 +4,7 @@ The closed form takes a few passes, autograd dozens. A ``TorchFunctionMode`` can
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
@@ -32,29 +33,30 @@ class KLWatch:
             cls.seen = True
 
 
-def gaussian_kl_sum(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float) -> Tensor:
+def gaussian_kl_sum(
+    mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float, kept: int = 0
+) -> Tensor:
     r"""KL divergence of independent Gaussians from their prior N(m, s²), **summed** over the entries, in nats.
 
     .. math:: \mathrm{KL}(q\|p) = \sum_i \log\frac{s_i}{\sigma_i}
               + \frac{\sigma_i^2 + (\mu_i - m_i)^2}{2 s_i^2} - \frac12
 
-    The prior's moments are numbers or broadcast to q's shape. Half precision is computed in float32.
+    The prior's moments are numbers or broadcast to q's shape. Half precision is computed in float32. The first ``kept``
+    dimensions are not summed over.
     """
     if mean.dtype in (torch.float16, torch.bfloat16):
         mean, std = mean.float(), std.float()
     moments = prior_mean, prior_std
     prior = [each.expand(mean.shape) if isinstance(each, Tensor) else each for each in moments]
     if not torch.compiler.is_compiling():
-        try:
-            return cast("Tensor", PlainGaussianKL.apply(mean, std, *prior, 0))
-        except RuntimeError:
-            pass  # a transform of torch.func
+        with suppress(RuntimeError):  # of a transform of torch.func
+            return cast("Tensor", PlainGaussianKL.apply(mean, std, *prior, kept))
     if mean.numel() < SMALL:
         shift, ratio = standardised(mean, std, prior_mean, prior_std)
         # 1 is subtracted per entry: after the sum it would cancel away a small divergence of many entries
         spread = (ratio * ratio).sub_(1).sub_(ratio.log(), alpha=2)
-        return (spread + shift * shift).sum() / 2
-    return cast("Tensor", GaussianKL.apply(mean, std, *prior, 0))
+        return (spread + shift * shift).flatten(kept).sum(-1) / 2
+    return cast("Tensor", GaussianKL.apply(mean, std, *prior, kept))
 
 
 def joined_kl_sum(means: Sequence[Tensor], rhos: Sequence[Tensor], prior_mean: float, prior_std: float) -> Tensor:
@@ -77,9 +79,7 @@ class GaussianKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float, kept: int
-    ) -> Tensor:
+    def forward(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float, kept: int) -> Tensor:
         """The sum, of shape (\\*kept)."""
         shift, ratio = standardised(mean, std, prior_mean, prior_std)
         terms = torch.rsub(ratio.log(), -1, alpha=2).addcmul_(ratio, ratio).addcmul_(shift, shift)
@@ -177,12 +177,10 @@ class KnownStd(torch.autograd.Function):
 def known_std(rho: Tensor) -> Tensor:
     """Return :func:`~lightning_fedbayes.layers.functional.softplus_std`, of a large ρ that is trained once a step."""
     trained = rho.requires_grad and torch.is_grad_enabled() and rho.numel() >= SMALL
-    if not trained or torch.compiler.is_compiling() or has_torch_function_unary(rho):
-        return softplus_std(rho)
-    try:
-        return cast("Tensor", KnownStd.apply(rho))
-    except RuntimeError:  # a transform of torch.func, whose tensors must not outlive it
-        return softplus_std(rho)
+    if trained and not torch.compiler.is_compiling() and not has_torch_function_unary(rho):
+        with suppress(RuntimeError):  # of a transform of torch.func, whose tensors must not outlive it
+            return cast("Tensor", KnownStd.apply(rho))
+    return softplus_std(rho)
 
 
 class JointKL(torch.autograd.Function):
@@ -232,7 +230,7 @@ class JointDraw(torch.autograd.Function):
         draws = _split(torch.addcmul(mean, std, noise), ctx)
         if prior is None:
             return *draws, mean, rho, std
-        kl = GaussianKL.forward(mean, std, *prior, 1) if isinstance(prior, tuple) else prior.values(mean)
+        kl = GaussianKL.forward(mean, std, *prior, kept=1) if isinstance(prior, tuple) else prior.values(mean)
         return *draws, mean, rho, std, kl
 
     @staticmethod

@@ -184,16 +184,17 @@ class PosteriorView:
         which federations leave out, may be missing, and stay as they are.
         """
         check_posterior(posterior, "posterior")
-        entries = {n: each for n, each in self._entries.items() if n in posterior.mean or parameter_of(each).requires_grad}
-        if posterior.mean.keys() != entries.keys():
-            missing = [name for name in entries if name not in posterior.mean]
-            extra = [name for name in posterior.mean if name not in self._entries]
+        own, named = self._entries, posterior.mean
+        entries = {name: each for name, each in own.items() if name in named or parameter_of(each).requires_grad}
+        if named.keys() != entries.keys():
+            missing = [name for name in entries if name not in named]
+            extra = [name for name in named if name not in own]
             what = f"it lacks {listed(missing) or 'nothing'} and has {listed(extra) or 'nothing'} that the module lacks"
             remedy = "read it from this network with the same exclude"
             raise PosteriorError(f"the posterior is not of this module: {what}; {remedy}")
         for name, entry in entries.items():
-            if posterior.mean[name].shape != (own := parameter_of(entry).shape):
-                shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(own)} in the module"
+            if posterior.mean[name].shape != (shape := parameter_of(entry).shape):
+                shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(shape)} in the module"
                 raise PosteriorError(f"'{name}' has shape {shapes}; read it from a network of the same sizes")
         for name, entry in entries.items():
             mean = posterior.mean[name]

@@ -139,7 +139,6 @@ def test_frozen_parameters_may_be_missing_and_stay(last):
         layers.load_posterior(network, part)
 
 
-
 def test_bayesian_torch_parameters_have_its_mean_and_std():
     network = dnn_to_bnn_network()
     parameters = layers.gaussian_parameters(network)

@@ -18,7 +18,7 @@ from lightning_fedbayes.clients.vectorized.schedule import Disagreement
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers.base import draw, sum_kl
 from lightning_fedbayes.layers.functional import Op, RowTally, softplus_std, with_tallies
-from lightning_fedbayes.layers.kl import JointKL, PlainGaussianKL, joined_kl_sum
+from lightning_fedbayes.layers.kl import JointKL, gaussian_kl_sum, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
@@ -242,9 +242,7 @@ def kl_sum(
     with private_torch.outside_vmap():
         parts = ([each.reshape(len(each), -1) for each in part if each is not None] for part in (mus, sigmas))
         mean, sigma = (torch.cat(part, 1) for part in parts)
-        if mean.dtype in (torch.float16, torch.bfloat16):
-            mean, sigma = mean.float(), sigma.float()
-        joint = PlainGaussianKL.apply(mean, sigma, prior_mean, prior_std, 1)
+        joint = gaussian_kl_sum(mean, sigma, prior_mean, prior_std, 1)
     return private_torch.to_client_view(joint, mode.level)
 
 

@@ -49,10 +49,8 @@ def put_rows(stack: Tensor, slots: Slots, rows: Tensor) -> None:
 
 def add_rows(stack: Tensor, slots: Slots, rows: Tensor | float) -> None:
     """Add ``rows`` to the rows ``slots`` of ``stack``."""
-    if len(slots) == len(stack):
-        stack.add_(rows)
-    elif isinstance(slots, range):
-        stack[slots.start : slots.stop].add_(rows)
+    if len(slots) == len(stack) or isinstance(slots, range):
+        (stack if len(slots) == len(stack) else take_rows(stack, slots)).add_(rows)
     else:
         stack[list(slots)] += rows
 
