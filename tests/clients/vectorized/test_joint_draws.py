@@ -1,6 +1,7 @@
 """Small Gaussian parameters that are drawn together, against each of them drawn alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import gaussians
-from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws, StackedPriors
 from lightning_fedbayes.clients.vectorized.operations import StackedOperations
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
 from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap_level
@@ -236,3 +237,17 @@ def test_the_prior_that_one_client_sees_is_its_own():
     own = zip(curvature, slope, tally, means)
     expected = [LocalPrior(centre, a, c, tally=t).kl(mean, mean) for a, c, t, mean in own]
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 5)])
+def test_priors_of_a_stack_are_those_of_its_clients(shape):
+    """Value and slope of each client, also of a parameter that is one number and of matrices that lie transposed."""
+    rows = (torch.randn(3, *shape, dtype=torch.float64) for _ in range(3))
+    means, curvature, slope = (each.mT.contiguous().mT if each.dim() == 3 else each for each in rows)
+    stack = object.__new__(StackedPriors)
+    stack._stacks = {"w": LocalPrior(torch.randn(shape, dtype=torch.float64), curvature, slope)}
+    values, slopes = stack.of_means("w", means)
+    for k in range(3):
+        prior = replace(stack._stacks["w"], curvature=curvature[k], slope=slope[k])
+        torch.testing.assert_close(values[k], prior.kl(means[k], means[k]))
+        torch.testing.assert_close(slopes[k], torch.func.grad(lambda mean, of=prior: of.kl(mean, mean))(means[k]))
