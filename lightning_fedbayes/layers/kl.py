@@ -183,22 +183,6 @@ def known_std(rho: Tensor) -> Tensor:
     return softplus_std(rho)
 
 
-class JointKL(torch.autograd.Function):
-    """Divergence from a joint prior with ``values`` and a ``gradient``: (networks, entries) → (networks,)."""
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, prior: Any) -> Tensor:
-        """Return the prior's values."""
-        ctx.prior = prior
-        ctx.save_for_backward(mean)
-        return prior.values(mean)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        """Return the gradient of the mean."""
-        return ctx.prior.gradient(*ctx.saved_tensors).mul_(gradients[0].unsqueeze(-1)), None
-
-
 class JointDraw(torch.autograd.Function):
     r"""Reparameterised draws of several parameters of several networks, and each network's divergence from its prior.
 

@@ -166,12 +166,11 @@ class PosteriorView:
             return GaussianPosterior.point_mass({name: parameter_of(at).detach() for name, at in self._plain.items()})
         mean, variance = {}, {}
         for name, entry in self._entries.items():
+            mean[name] = parameter_of(entry).detach()
             if isinstance(entry, GaussianParameter):
-                mean[name] = entry.mean.detach()
                 with torch.no_grad():
                     variance[name] = entry.variance
             else:
-                mean[name] = parameter_of(entry).detach()
                 variance[name] = self._variances[name] if name in self._variances else zeros_like(mean[name])
         return GaussianPosterior(mean, variance)
 
@@ -197,16 +196,13 @@ class PosteriorView:
                 shapes = f"{tuple(posterior.mean[name].shape)} in the posterior but {tuple(shape)} in the module"
                 raise PosteriorError(f"'{name}' has shape {shapes}; read it from a network of the same sizes")
         for name, entry in entries.items():
-            mean = posterior.mean[name]
-            if not isinstance(entry, GaussianParameter):
-                parameter_of(entry).copy_(mean)
-                if name in self._variances:
-                    self._variances[name] = posterior.variance[name].to(parameter_of(entry), copy=True)
-                continue
-            entry.mean.copy_(mean)
-            rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
-            # inverting softplus rounds: rho stays where the variance does
-            rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
+            parameter_of(entry).copy_(posterior.mean[name])
+            if isinstance(entry, GaussianParameter):
+                rho, variance = entry.rho, posterior.variance[name].to(entry.rho)
+                # inverting softplus rounds: rho stays where the variance does
+                rho.copy_(torch.where(entry.variance == variance, rho, inverse_softplus_std(variance.sqrt())))
+            elif name in self._variances:
+                self._variances[name] = posterior.variance[name].to(parameter_of(entry), copy=True)
 
 
 def read_posterior(module: nn.Module, exclude: Collection[str] = ()) -> GaussianPosterior:
@@ -230,9 +226,7 @@ def parameter_paths(network: nn.Module) -> dict[str, str]:
 
 def parameter_of(entry: GaussianParameter | tuple[nn.Module, str]) -> Tensor:
     """Return the live parameter, or mean, of ``entry``. A tuple is of a module and the name of its attribute."""
-    if isinstance(entry, GaussianParameter):
-        return entry.mean
-    parameter = entry[0]._parameters[entry[1]]
+    parameter = entry.mean if isinstance(entry, GaussianParameter) else entry[0]._parameters[entry[1]]
     assert parameter is not None
     return parameter
 

@@ -18,7 +18,7 @@ from lightning_fedbayes.clients.vectorized.schedule import Disagreement
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers.base import draw, sum_kl
 from lightning_fedbayes.layers.functional import Op, RowTally, softplus_std, with_tallies
-from lightning_fedbayes.layers.kl import JointKL, gaussian_kl_sum, joined_kl_sum
+from lightning_fedbayes.layers.kl import gaussian_kl_sum, joined_kl_sum
 from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
@@ -228,8 +228,7 @@ def own_divergence(mode: StackedOperations) -> Tensor | None:
         return None
     with private_torch.outside_vmap():
         mean = torch.cat([each.flatten(1) for each in mus if each is not None], 1)
-        divergences: Any = JointKL.apply(mean, prior)
-        return prior.tallied(divergences, mean.shape[1])
+        return prior.tallied(prior.values(mean), mean.shape[1])
 
 
 def kl_sum(
