@@ -203,7 +203,7 @@ class JointDraw(torch.autograd.Function):
         """Draw from torch's global generator."""
         count = len(parameters) // 2
         means, rhos = parameters[:count], parameters[count:]
-        mean, rho = torch.cat([_rows(each) for each in means], 1), torch.cat([_rows(each) for each in rhos], 1)
+        mean, rho = torch.cat([side_by_side(each) for each in means], 1), torch.cat([side_by_side(each) for each in rhos], 1)
         std = softplus_std(rho)
         noise = torch.randn_like(mean)
         ctx.prior = prior
@@ -224,40 +224,41 @@ class JointDraw(torch.autograd.Function):
         count = len(ctx.shapes)
         of_draws, of_joint = gradients[:count], gradients[count : count + 3]
         of_divergence = gradients[-1] if len(gradients) > count + 3 else None
-        of_mean, of_rho, of_std = of_joint
         used = [each is not None for each in of_draws]
-        if any(used):
-            sized = zip(of_draws, ctx.sizes)
-            rows = [mean.new_zeros(len(mean), size) if each is None else _rows(each) for each, size in sized]
-            of_draw = torch.cat(rows, 1)
-            of_std = _plus(of_draw * noise, of_std)
-            of_mean = _plus(of_draw, of_mean)
-        scale = None if of_divergence is None else of_divergence.unsqueeze(1)
-        if scale is not None and not isinstance(ctx.prior, tuple):
-            of_mean = _plus(ctx.prior.gradient(mean).mul_(scale), of_mean)
-        elif scale is not None:
-            prior_mean, prior_std = ctx.prior
-            inverse = scale / std
-            scale = scale if prior_std == 1 else scale / prior_std**2
-            of_mean = _plus((mean if prior_mean == 0 else mean - prior_mean) * scale, of_mean)
-            of_std = _plus((std * scale).sub_(inverse), of_std)
-        if of_std is not None:
-            of_rho = _plus(of_std * torch.sigmoid(rho), of_rho)
-        parts = [[None] * count if each is None else _split(each, ctx) for each in (of_mean, of_rho)]
+        sized = zip(of_draws, ctx.sizes)
+        rows = [mean.new_zeros(len(mean), size) if each is None else side_by_side(each) for each, size in sized]
+        of_mean = torch.cat(rows, 1)
+        of_std = _plus(of_mean * noise, of_joint[2])
+        of_mean = _plus(of_mean, of_joint[0])
+        if of_divergence is not None:
+            scale = of_divergence.unsqueeze(1)
+            if not isinstance(ctx.prior, tuple):
+                of_mean.addcmul_(ctx.prior.gradient(mean), scale)
+            else:
+                prior_mean, prior_std = ctx.prior
+                of_std.addcdiv_(scale, std, value=-1)
+                scale = scale if prior_std == 1 else scale / prior_std**2
+                of_mean.addcmul_(mean if prior_mean == 0 else mean - prior_mean, scale)
+                of_std.addcmul_(std, scale)
+        of_rho = _plus(of_std.mul_(rho.sigmoid()), of_joint[1])
+        parts = [_split(each, ctx) for each in (of_mean, of_rho)]
         if of_divergence is None and all(each is None for each in of_joint):  # the draws' gradients only
             parts = [[part if use else None for part, use in zip(each, used)] for each in parts]
         return None, *parts[0], *parts[1]
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """The entries of each network side by side, shape (networks, entries)."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(len(tensor), -1)
+def side_by_side(tensor: Tensor) -> Tensor:
+    """The entries of each network in a row, (networks, entries): of a matrix by columns, as it lies in a stack."""
+    return tensor if tensor.dim() == 2 else (tensor.mT if tensor.dim() == 3 else tensor).reshape(len(tensor), -1)
 
 
 def _split(joint: Tensor, ctx: Any) -> list[Tensor]:
     """Each parameter's part of ``joint``, in its shape."""
     parts: Sequence[Tensor] = torch.split_with_sizes(joint, ctx.sizes, 1)
-    return [part if len(shape) == 2 else part.view(shape) for part, shape in zip(parts, ctx.shapes)]
+    return [
+        part if len(shape) == 2 else part.view(shape[0], shape[2], shape[1]).mT if len(shape) == 3 else part.view(shape)
+        for part, shape in zip(parts, ctx.shapes)
+    ]
 
 
 def _plus(new: Tensor, other: Tensor | None) -> Tensor:

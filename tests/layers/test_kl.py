@@ -182,11 +182,14 @@ def by_hand(prior, parameters):
     torch.manual_seed(0)
     count = len(parameters) // 2
     halves = parameters[:count], parameters[count:]
-    mean, rho = (torch.cat([p.flatten(1) if p.dim() > 1 else p[:, None] for p in half], 1) for half in halves)
+    columns = [[(p.transpose(1, 2) if p.dim() == 3 else p).reshape(len(p), -1) for p in half] for half in halves]
+    mean, rho = (torch.cat(half, 1) for half in columns)
     std = softplus_std(rho)
     drawn = mean + std * torch.randn_like(mean)
     sizes = [p[0].numel() for p in parameters[:count]]
-    draws = [part.reshape(p.shape) for part, p in zip(drawn.split(sizes, 1), parameters)]
+    lying = [p.transpose(1, 2) if p.dim() == 3 else p for p in parameters[:count]]
+    draws = [part.reshape(each.shape) for part, each in zip(drawn.split(sizes, 1), lying)]
+    draws = [draw.transpose(1, 2) if draw.dim() == 3 else draw for draw in draws]
     kl = [] if prior is None else [torch.stack([gaussian_kl_sum(m, s, *prior) for m, s in zip(mean, std)])]
     return *draws, mean, rho, std, *kl
 

@@ -13,7 +13,7 @@ from lightning_fedbayes.clients.problems import LocalPriors
 from lightning_fedbayes.clients.vectorized.schedule import Slots, row_sums, take_rows
 from lightning_fedbayes.core.private_torch import version_of
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
-from lightning_fedbayes.layers.kl import SMALL, JointDraw
+from lightning_fedbayes.layers.kl import SMALL, JointDraw, side_by_side
 from lightning_fedbayes.layers.posterior_view import gaussian_parameters
 from lightning_fedbayes.layers.priors import LocalPrior, NormalPrior, Prior
 from lightning_fedbayes.methods.method import Quadratic
@@ -134,10 +134,9 @@ class StackedPriors:
         names = {id(each.mean): name for name, each in local.layers.items()}
         if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
             parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
-            mean = torch.cat([part.mean.flatten() for part in parts])
-            fields = zip(*((part.curvature, part.slope) for part in parts))
-            curvature, slope = (torch.cat([each.flatten(1) for each in field], 1) for field in fields)
-            self._joint = replace(parts[0], mean=mean, curvature=curvature, slope=slope)  # side by side
+            fields = zip(*((part.mean.unsqueeze(0), part.curvature, part.slope) for part in parts))
+            mean, curvature, slope = (torch.cat([side_by_side(each) for each in field], 1) for field in fields)
+            self._joint = replace(parts[0], mean=mean, curvature=curvature, slope=slope)
 
     def rows(self, slots: Slots) -> "StackedPriors":
         """Return the priors of the clients in ``slots``, with tallies."""

@@ -18,7 +18,7 @@ from lightning_fedbayes.clients.vectorized.schedule import Disagreement
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.layers.base import draw, sum_kl
 from lightning_fedbayes.layers.functional import Op, RowTally, softplus_std, with_tallies
-from lightning_fedbayes.layers.kl import gaussian_kl_sum, joined_kl_sum
+from lightning_fedbayes.layers.kl import gaussian_kl_sum, joined_kl_sum, side_by_side
 from lightning_fedbayes.layers.posterior_view import kl_divergence
 
 FULL = (torch.float32, torch.float64)
@@ -227,7 +227,7 @@ def own_divergence(mode: StackedOperations) -> Tensor | None:
     if prior is None or any(each is None for each in mus):
         return None
     with private_torch.outside_vmap():
-        mean = torch.cat([each.flatten(1) for each in mus if each is not None], 1)
+        mean = torch.cat([side_by_side(each) for each in mus if each is not None], 1)
         return prior.tallied(prior.values(mean), mean.shape[1])
 
 

@@ -94,7 +94,9 @@ def test_a_step_is_that_of_each_client_with_its_noise(joint_draws):
         for layer in ("0", "2"):
             for name in ("weight", "bias"):
                 mean, std = alone[f"{layer}.mu_{name}"], softplus_std(alone[f"{layer}.rho_{name}"])
-                weights.append(mean + std * noise[client, start : start + mean.numel()].view(mean.shape))
+                own = noise[client, start : start + mean.numel()].view(mean.shape[::-1])
+                own = own.mT if own.dim() == 2 else own  # column by column
+                weights.append(mean + std * own)
                 kl = kl + gaussian_kl_sum(mean, std, 0.0, 1.0)
                 start += mean.numel()
         hidden = torch.tanh(inputs @ weights[0].T + weights[1])
