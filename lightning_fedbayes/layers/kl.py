@@ -203,7 +203,7 @@ class JointDraw(torch.autograd.Function):
         """Draw from torch's global generator."""
         count = len(parameters) // 2
         means, rhos = parameters[:count], parameters[count:]
-        mean, rho = torch.cat([side_by_side(each) for each in means], 1), torch.cat([side_by_side(each) for each in rhos], 1)
+        mean, rho = (torch.cat([side_by_side(each) for each in part], 1) for part in (means, rhos))
         std = softplus_std(rho)
         noise = torch.randn_like(mean)
         ctx.prior = prior
