@@ -301,18 +301,17 @@ class Watch:
         self._local, self._terms, self._parts = local, terms, parts
         self._priors = {} if own is None else local.priors([own])
         self._seen: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._values: Tensors = {}
         self.value: Tensor | float = 0.0
         self._squares: Tensors = {}
-        self._factor: Tensor | None = None
+        self._tally: Tensor | None = None
         self._handles = []
         like = {name: each.mean.detach() for name, each in local.layers.items()}
         like |= {name: parameters[path].detach() for name, path in local.others.items()}
         self.measured = Measured(like, local.layers, parts=parts)
         tally = None
         if local.layers:
-            tally = next(iter(like.values())).new_zeros((), requires_grad=True)
-            self._handles.append(tally.register_hook(partial(setattr, self, "_factor")))
+            tally = next(iter(like.values())).new_zeros(2, requires_grad=True)
+            self._handles.append(tally.register_hook(partial(setattr, self, "_tally")))
         for name, each in local.layers.items():
             squares = torch.zeros_like(each.mean, requires_grad=True)
             squares.register_hook(partial(self._squares.__setitem__, name))
@@ -333,8 +332,6 @@ class Watch:
     def _note(self, name: str, parameter: Tensor, term: Callable[[Tensor], Tensor | None], gradient: Tensor) -> None:
         with torch.no_grad():
             self._seen[name] = gradient.detach().clone(), term(parameter.detach())
-            if name in self._priors:
-                self._values[name] = self._priors[name].kl(parameter, parameter)
 
     def _of_terms(self, path: str, value: Tensor) -> Tensor | None:
         found = [each for term in self._terms if (each := term.gradient(path, value)) is not None]
@@ -350,7 +347,10 @@ class Watch:
     def observe(self) -> None:
         """Add the results of the last backward pass."""
         measured = self.measured
-        factor = None if self._factor is None else self._factor / self._local.num_entries
+        factor, self.value = None, 0.0
+        if self._tally is not None:
+            factor, self.value = self._tally[0] / self._local.num_entries, self._tally[1] * self._parts
+            measured.factor += factor
         for name, (gradient, term) in self._seen.items():
             is_layer = name in self._local.layers
             scale = factor if is_layer else 1 / self._parts
@@ -363,11 +363,7 @@ class Watch:
                 measured.squares[name] += self._squares.get(name, own * own)
                 if name in self._traces:
                     measured.traces[name] += torch.stack([self._traces[name], self._traces[name].square()])
-        self.value = 0.0
-        if factor is not None:
-            measured.factor += factor
-            self.value = factor * self._parts * sum(self._values.values())
-        self._seen, self._factor, self._traces = {}, None, {}
+        self._seen, self._tally, self._traces = {}, None, {}
         self._squares.clear()
 
     def close(self) -> None:

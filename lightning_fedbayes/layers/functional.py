@@ -11,6 +11,7 @@ Source: Dangel et al. 2020 (BackPACK).
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -182,29 +183,26 @@ def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor 
     if has_torch_function(tensors):
         return handle_torch_function(with_tallies, tensors, output, x, weight, bias, op, dims)
     if dims == 0 and x.dim() == output.dim() == 2:
-        return RowTally.apply(output, x, weight, bias)  # pyright: ignore[reportReturnType]
+        with suppress(RuntimeError):  # of a transform of torch.func
+            return RowTally.apply(output, x, weight, bias)  # pyright: ignore[reportReturnType]
     return _SquareTally.apply(output, x, weight, bias, op, dims)  # pyright: ignore[reportReturnType]
 
 
 class RowTally(torch.autograd.Function):
-    r""":func:`with_tallies` of a linear layer, :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`; (\*, examples, features)."""
+    r""":func:`with_tallies` of a linear layer, :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`; (\*, examples, features).
 
-    generate_vmap_rule = True
+    Outside of ``torch.func``, whose form of functions takes 100 µs to bind arguments by name.
+    """
 
     @staticmethod
-    def forward(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``output``. Arguments as for :func:`with_tallies`."""
+        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
+        ctx.save_for_backward(x)
         return output.view_as(output)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the input."""
-        _, x, weight, bias = inputs
-        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Return the gradient of the output as it is, and the sums of squares."""
         (gradient,), (x,) = gradients, ctx.saved_tensors
         squares = at_least_float32(gradient).square()

@@ -99,9 +99,9 @@ class LocalPrior:
 
     It takes the place of the divergence from the prior, and does not change widths. ``curvature`` A and ``slope`` c may
     have any sign, and have the parameter's shape, or for stacked clients and joint priors one that broadcasts.
-    ``tally`` and ``squares`` are zeros with gradients that count entries and sum the squared gradients of single
-    examples, see :func:`~lightning_fedbayes.layers.functional.with_tallies`. Source: see
-    :class:`~lightning_fedbayes.Sites`.
+    ``tally``, of shape (\*, 2), and ``squares`` are zeros. Their gradients are the factor of this sum in the loss,
+    times its entries and times its value, and the squared gradients of single examples, summed, see
+    :func:`~lightning_fedbayes.layers.functional.with_tallies`. Source: see :class:`~lightning_fedbayes.Sites`.
     """
 
     mean: Tensor
@@ -117,7 +117,10 @@ class LocalPrior:
 
     def tallied(self, divergence: Tensor, entries: int) -> Tensor:
         """Return the divergence of so many entries with its tally."""
-        return divergence if self.tally is None else divergence + self.tally * entries
+        if self.tally is None:
+            return divergence
+        count, value = self.tally.unbind(-1)
+        return torch.addcmul(divergence, value, divergence.detach()).add(count, alpha=entries)
 
     def values(self, mean: Tensor) -> Tensor:
         """The sum above over the last dimension, without a tally: shape (networks, entries) → (networks,)."""

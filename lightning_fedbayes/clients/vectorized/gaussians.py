@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.model import Tensors
 from lightning_fedbayes.clients.problems import LocalPriors
-from lightning_fedbayes.clients.vectorized.schedule import Slots, row_sums, take_rows
+from lightning_fedbayes.clients.vectorized.schedule import Slots, take_rows
 from lightning_fedbayes.core.private_torch import version_of
 from lightning_fedbayes.layers.base import BayesianLayer, GaussianParameter
 from lightning_fedbayes.layers.kl import SMALL, JointDraw, side_by_side
@@ -144,7 +144,7 @@ class StackedPriors:
         if key not in self._chosen:
             chosen = copy.copy(self)
             first = next(iter(self._stacks.values())).curvature
-            chosen._tally = first.new_zeros(len(slots), requires_grad=True)
+            chosen._tally = first.new_zeros((len(slots), 2), requires_grad=True)
             chosen._joint = None if self._joint is None else _rows_of(self._joint, slots, chosen._tally)
             chosen._stacks = {
                 name: replace(
@@ -160,16 +160,17 @@ class StackedPriors:
         """Return a parameter's sums of squared gradients of single examples, (clients, *), or None if unknown."""
         return _taken(self._stacks[name].squares)
 
-    def factors(self) -> Tensor | None:
-        """Return the factor of each client's divergence in its loss, (clients,), or None without a backward pass."""
-        found = _taken(self._tally)
-        return None if found is None else found / self.local.num_entries
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """Return the factors of the clients' divergences in their losses, and what these gain, (clients,) each.
 
-    def of_means(self, name: str, means: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each client's prior at the ``means`` of a parameter, (clients,), and its gradient, (clients, *)."""
-        prior = self._stacks[name]
-        slope = prior.gradient(means)  # the prior is half of move · (slope at the center + slope here)
-        return row_sums((means - prior.mean) * (prior.slope + slope)) / 2, slope
+        None without a backward pass.
+        """
+        found = _taken(self._tally)
+        return None if found is None else (found[:, 0] / self.local.num_entries, found[:, 1])
+
+    def gradient(self, name: str, means: Tensor) -> Tensor:
+        """Return the gradient of each client's prior at the ``means`` of a parameter, (clients, *)."""
+        return self._stacks[name].gradient(means)
 
     @contextmanager
     def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:

@@ -167,8 +167,11 @@ class ClientStack:
         self, local: StackedPriors | None, measured: Measured, slots: Slots, parameters: Mapping[str, Tensor]
     ) -> None:
         """Add what the gradients of the clients in ``slots`` say of their data. Keep widths as they are."""
-        factors = None if local is None else local.factors()
-        if factors is not None:
+        found = None if local is None else local.factors()
+        factors = None
+        if found is not None:
+            factors, added = found
+            self.added += added
             add_rows(measured.factor, slots, factors.double())
         for name, total in measured.gradients.items():
             path = self._paths[name]
@@ -182,9 +185,8 @@ class ClientStack:
                     gradient = gradient if added is None else gradient - added.to(gradient)
             elif factors is not None and local is not None:
                 scale = factors.view(-1, *[1] * (parameter.dim() - 1))
-                value, slope = local.of_means(name, parameter)
-                self.added += factors * value
-                gradient = torch.addcmul(gradient, slope.to(gradient), scale, value=-1)
+                slope = local.gradient(name, parameter).to(gradient)
+                gradient = torch.addcmul(gradient, slope, scale, value=-1)
                 single = local.squares(name)
                 add_rows(measured.squares[name], slots, gradient.square() if single is None else single)
                 rho = parameters[self._rhos[name]]
