@@ -216,8 +216,9 @@ class Measured:
         device = next(iter(like.values())).device
         self.gradients = {name: torch.zeros_like(each) for name, each in like.items()}
         self.squares = {name: torch.zeros_like(like[name]) for name in layers}
-        self.traces = {name: torch.zeros((*shape, 2), device=device, dtype=torch.float64) for name in layers}
-        self.steps = {name: torch.zeros(shape) for name in like}
+        self.powers = torch.arange(3.0, device=device, dtype=torch.float64)
+        # sums over steps of Price's trace to these powers: steps, traces, squared traces
+        self.traces = {name: self.powers.new_zeros((*shape, 3)) for name in like}
         self.factor = torch.zeros(shape, device=device, dtype=torch.float64)
         self.parts = parts
 
@@ -238,7 +239,7 @@ class Measured:
         gradients, precisions = {}, {}
         factor = float(row(self.factor))
         for name, total in self.gradients.items():
-            steps = float(row(self.steps[name]))
+            steps, trace, scatter = row(self.traces[name]).tolist()
             if not steps or (name in self.squares and factor <= 0):
                 continue
             if name not in self.squares:
@@ -248,7 +249,6 @@ class Measured:
             batch = num_examples * local_epochs / steps
             shape = row(self.squares[name]).double() * (self.parts * batch / factor)
             unit = factor * float((shape * variances[name].to(shape)).sum())
-            trace, scatter = row(self.traces[name]).tolist()
             precisions[name] = shape * (factor_of(trace / unit, scatter / unit**2, steps) if unit > 0 else 1.0)
         return gradients, precisions
 
@@ -323,7 +323,7 @@ class Watch:
                 self._handles.append(each.rho.register_post_accumulate_grad_hook(partial(self._hold, name, weight)))
         for name, path in local.others.items():
             self._take(name, parameters[path], partial(self._of_terms, path))
-        self._traces: dict[str, Tensor] = {}
+        self._traces: Tensors = {}
 
     def _take(self, name: str, parameter: Tensor, term: Callable[[Tensor], Tensor | None]) -> None:
         if parameter.requires_grad:
@@ -358,11 +358,9 @@ class Watch:
                 continue
             own = gradient if term is None else gradient - term.to(gradient) * scale
             measured.gradients[name] += own
-            measured.steps[name] += 1
+            measured.traces[name] += self._traces.get(name, 0.0) ** measured.powers
             if is_layer:
                 measured.squares[name] += self._squares.get(name, own * own)
-                if name in self._traces:
-                    measured.traces[name] += torch.stack([self._traces[name], self._traces[name].square()])
         self._seen, self._tally, self._traces = {}, None, {}
         self._squares.clear()
 

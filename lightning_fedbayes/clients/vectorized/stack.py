@@ -178,7 +178,7 @@ class ClientStack:
             parameter = parameters.get(path)
             if parameter is None or parameter.grad is None:
                 continue
-            gradient = parameter.grad
+            gradient, trace = parameter.grad, 0.0
             if name not in measured.squares:
                 for term in self._terms:
                     added = term.gradient(path, parameter, lambda stack: take_rows(stack, slots))
@@ -190,13 +190,12 @@ class ClientStack:
                 single = local.squares(name)
                 add_rows(measured.squares[name], slots, gradient.square() if single is None else single)
                 rho = parameters[self._rhos[name]]
-                if rho.grad is not None:  # what Price's trace gains
-                    trace = row_sums(rho.grad * self._weights[name], torch.float64)
-                    add_rows(measured.traces[name], slots, torch.stack([trace, trace.square()], 1))
+                if rho.grad is not None:
+                    trace = row_sums(rho.grad * self._weights[name], torch.float64).unsqueeze(1)
             else:
                 continue
             add_rows(total, slots, gradient)
-            add_rows(measured.steps[name], slots, 1.0)
+            add_rows(measured.traces[name], slots, trace**measured.powers)
         for path in {} if self._local is None else self._rhos.values():
             parameters[path].grad = None
 
