@@ -207,7 +207,7 @@ class JointDraw(torch.autograd.Function):
         std = softplus_std(rho)
         noise = torch.randn_like(mean)
         ctx.prior = prior
-        ctx.shapes = [each.shape for each in means]
+        ctx.shapes = [(each.mT if each.dim() == 3 else each).shape for each in means]
         ctx.sizes = [shape[1:].numel() for shape in ctx.shapes]
         ctx.save_for_backward(mean, rho, std, noise)  # all but the noise are outputs: their own gradients count too
         ctx.set_materialize_grads(False)
@@ -255,10 +255,8 @@ def side_by_side(tensor: Tensor) -> Tensor:
 def _split(joint: Tensor, ctx: Any) -> list[Tensor]:
     """Each parameter's part of ``joint``, in its shape."""
     parts: Sequence[Tensor] = torch.split_with_sizes(joint, ctx.sizes, 1)
-    return [
-        part if len(shape) == 2 else part.view(shape[0], shape[2], shape[1]).mT if len(shape) == 3 else part.view(shape)
-        for part, shape in zip(parts, ctx.shapes)
-    ]
+    views = (part.view(shape) for part, shape in zip(parts, ctx.shapes))
+    return [each.mT if each.dim() == 3 else each for each in views]
 
 
 def _plus(new: Tensor, other: Tensor | None) -> Tensor:

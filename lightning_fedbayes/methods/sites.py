@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedbayes.core.errors import FederationError, FusionError, check_number, shown
-from lightning_fedbayes.core.posterior import GaussianPosterior, is_zero, zeros_like
+from lightning_fedbayes.core.posterior import GaussianPosterior, flatten, is_zero, zeros_like
 from lightning_fedbayes.methods import method
 from lightning_fedbayes.methods.late import Late, moved
 
@@ -174,8 +174,9 @@ class Sites(method.Method):
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         if kept:
             _, age, gain = shared.tensors["age"].float().tolist()  # as they travel
-            slope = kept["gradient"].to(common.mean.device) - share * common.gradient
-            slope[common.rows] += share * ((1 - gain) * common.gradient[common.rows] - gain * common.slope)
+            slope = torch.sub(kept["gradient"].to(common.mean.device), common.gradient, alpha=share)
+            own = common.gradient[common.rows] * (share * (1 - gain))
+            slope[common.rows] += own.sub_(common.slope, alpha=share * gain)
             if isinstance(common.rows, Tensor):
                 slope[~common.rows] *= MEMORY ** max(0.0, age - 1)
             strength = share * common.precision
@@ -219,24 +220,24 @@ class Sites(method.Method):
             if name in trained.precisions:
                 found.append(trained.precisions[name].reshape(-1).to(like))
             elif name in trained.gradients:  # its optimizer, or its source, has the posterior under the local prior
-                local = 1 / trained.posterior.variance[name].reshape(-1).to(like) - strengths[name]
-                found.append(local.clamp_min(0))
+                local = trained.posterior.variance[name].reshape(-1).to(like).reciprocal()
+                found.append(local.sub_(strengths[name]).clamp_min_(0))
             else:
                 found.append(part)
         precision = torch.cat(found) if found else like[:0]
         rounds, age, _ = shared.tensors["age"].float().clamp_min(0).tolist()  # as they travel
         stays = MEMORY ** (age if kept else rounds + 1)
         if kept:
-            gradient = torch.lerp(before["gradient"], gradient, 1 - stays)
-            precision = torch.lerp(before["precision"], precision, 1 - stays)
+            gradient.lerp_(before["gradient"], stays)
+            precision.lerp_(before["precision"], stays)
         elif found:
-            precision = torch.lerp(shared.share * self._first(common, shared), precision, 1 - stays)
+            precision.lerp_(shared.share * self._first(common, shared), stays)
         counts = {"examples": like.new_tensor(float(client.num_examples)), "clients": like.new_ones(())}
         changes, own = {}, {}
         for name, new in {"gradient": gradient, "precision": precision, **counts}.items():
             start = kept[name].to(like.device) if kept else torch.zeros_like(new)
-            changes[name] = (new - start).float()
-            own[name] = start + changes[name].double()
+            changes[name] = new.sub_(start).float()
+            own[name] = start + changes[name]
         mean = trained.posterior.mean
         if not all(bool(each.isfinite().all()) for each in (*mean.values(), *own.values())):
             raise FusionError(
@@ -284,16 +285,17 @@ class Sites(method.Method):
         self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
     ) -> tuple[GaussianPosterior, Mapping[str, Tensor]]:
         """See :meth:`Method.fuse`. ``averages`` are the sums of the clients' changes."""
-        tensors = {name: value + averages.get(name, 0.0) for name, value in shared.tensors.items()}
+        tensors = {n: value + averages[n] if n in averages else value for n, value in shared.tensors.items()}
         names = gaussian_names(shared.posterior)
         variance = {name: zeros_like(value) for name, value in fused.mean.items()}
         lengths = {name: fused.mean[name].numel() for name in names}
         scale = self._scale(shared, tensors)
-        precision = self._common(shared).prior + scale * tensors["precision"].clamp_min(0)
-        for name, part in self._split(lengths, 1 / precision, shared).items():
+        strength = tensors["precision"].clamp_min(0)
+        precision = torch.add(self._common(shared).prior, strength, alpha=scale)
+        for name, part in self._split(lengths, precision.reciprocal(), shared).items():
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
-        tensors |= self._behind(shared, posterior, averages, tensors["precision"], heard)
+        tensors |= self._behind(shared, posterior, averages, strength, heard)
         rounds, age, _ = tensors["age"].tolist()
         messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
         age, (found, told) = rounds / max(messages, shared.share), tensors["_found"].tolist()
@@ -306,36 +308,38 @@ class Sites(method.Method):
         shared: method.Shared,
         posterior: GaussianPosterior,
         changes: Mapping[str, Tensor],
-        precision: Tensor,
+        strength: Tensor,
         heard: float,
     ) -> method.Tensors:
         """Return the slope (P,) after a round: the sum of gradients, and what those of the others have changed by."""
         common, tensors, told = self._common(shared), shared.tensors, self.slope(shared)
         rest = max(0.0, round(1 - heard, 12))
-        change = changes.get("gradient", torch.zeros_like(told))
+        change = changes.get("gradient", told.new_zeros(()))
         known = 1 - float(changes.get("clients", 0.0)) * shared.share / heard  # of the round's clients had a site
-        found = known * self._scale(shared, tensors) * tensors["gradient"] + change / heard
+        found = (tensors["gradient"] * (known * self._scale(shared, tensors))).add_(change, alpha=1 / heard)
         found[common.rows] += common.slope
-        wide = torch.ones_like(told)
-        wide[common.rows] = 1 / common.precision
-        products = torch.stack([(each * told * wide).sum() for each in (found, told)])
-        moves = rest * (tensors["_moves"] + (posterior.flatten()[0] - common.mean)[common.rows])
+        wide = told.clone()
+        wide[common.rows] /= common.precision
+        products = torch.stack([found @ wide, told @ wide])
+        means = flatten(posterior.mean.values(), torch.float64).sub_(common.mean)
+        moves = means[common.rows].add(tensors["_moves"]).mul_(rest)
         slope = tensors["gradient"] + change
-        slope[common.rows] += precision.clamp_min(0) * moves
+        slope[common.rows] += strength * moves
         return {"slope": slope, "_moves": moves, "_found": rest * tensors["_found"] + products}
 
     def figures(
         self, shared: method.Shared, posterior: GaussianPosterior, tensors: Mapping[str, Tensor]
     ) -> dict[str, float]:
         """Return change and decrement. Nothing of a network without Gaussian parameters."""
-        now, before = self._common(method.Shared(posterior, tensors, shared.share, False)), self._common(shared)
-        if not now.names:
+        before = self._common(shared)
+        if not before.names:
             return {}
-        ratio = before.precision / now.precision
-        moved = before.precision * (now.mean[now.rows] - before.mean[before.rows]).square()
-        change = float((ratio - 1 - ratio.log() + moved).mean() / 2)
-        slope = now.slope + now.gradient[now.rows]
-        return {"sites/change": change, "sites/decrement": float((slope.square() / now.precision).mean() / 2)}
+        mean, variance = (each[before.rows] for each in posterior.flatten())
+        move, ratio = mean - before.mean[before.rows], before.precision * variance
+        change = ratio.log().neg_().add_(ratio).sub_(1).addcmul_(before.precision, move.square()).mean() / 2
+        slope = torch.addcmul(before.slope, before.prior, move)
+        slope.add_(tensors["slope"].to(move)[before.rows], alpha=self._scale(shared, tensors))
+        return {"sites/change": float(change), "sites/decrement": float(slope.square_().mul_(variance).mean() / 2)}
 
     def check_late(self, posterior: GaussianPosterior) -> None:
         """See :meth:`Method.check_late`: a site is about a client's data, whatever model it started from."""
@@ -405,20 +409,22 @@ class Sites(method.Method):
             priors = [(lengths[name], *self.prior_of(name)) for name in names]
             centre, std = ([mean.new_full((n,), each[i]) for n, *each in priors] for i in range(2))
             centre, prior = (torch.cat([mean[:0], *each]) for each in (centre, std))
-            prior = prior**-2
+            prior = prior.pow_(-2)
+            precision = variance[rows].reciprocal() if names else mean[:0]
+            natural = precision, prior, (mean[rows] - centre).mul_(prior)
             told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
-            precision = 1 / variance[rows] if names else mean[:0]
-            natural = precision, prior, prior * (mean[rows] - centre)
-            slope = self._scale(shared, shared.tensors) * told
+            slope = told * self._scale(shared, shared.tensors)
             shared.notes["sites"] = _Round(names, lengths, rows, mean, *natural, slope)
         return shared.notes["sites"]
 
     def slope(self, shared: method.Shared) -> Tensor:
         """See :meth:`Method.slope`: c, of the negative pooled ELBO. 0 before any client has been heard."""
         common = self._common(shared)
-        slope = common.gradient.clone()
-        slope[common.rows] += common.slope
-        return slope * bool(shared.tensors["clients"])
+        if "slope" not in shared.notes:
+            slope = common.gradient.clone()
+            slope[common.rows] += common.slope
+            shared.notes["slope"] = slope if shared.tensors["clients"] else slope.zero_()
+        return shared.notes["slope"]
 
     @staticmethod
     def _scale(shared: method.Shared, tensors: Mapping[str, Tensor]) -> float:

@@ -104,14 +104,13 @@ class SiteGuard(Guard):
     def _sizes_of(self, update: ClientUpdate) -> Tensor:
         site = self._site(update)
         self._examples[update.client] = examples = float(update.num_examples)
-        move = (update.posterior.flatten()[0] - self._start) / self._width
-        gradient = site["gradient"] * self._width
+        move = (update.posterior.flatten()[0] - self._start).div_(self._width)
         parts = (site["precision"] * self._variance).split(self._own)
-        precision = iter([part.abs().sum() for part in parts if len(part)])
-        lengths = self._norms(torch.stack([move, gradient]))
+        precision = iter([torch.linalg.vector_norm(part, 1) for part in parts if len(part)])
+        lengths = torch.cat([self._norms(each[None]) for each in (move, site["gradient"] * self._width)])
         sums = torch.stack([next(precision) if own else move.new_zeros(()) for own in self._is_own])
         rows = [torch.cat([each, each.norm()[None]]) for each in lengths]
-        against = float(torch.nn.functional.normalize(move, dim=0) @ self._slope)
+        against = float(move @ self._slope / move.norm().clamp_min(1e-12))
         self._against[update.client] = against
         numbers = (torch.full_like(rows[0], number) for number in (examples, against))
         return torch.stack([*rows, torch.cat([sums, sums.sum()[None]]), *numbers])
@@ -130,7 +129,7 @@ class SiteGuard(Guard):
         if update.client not in self.counted:
             old, sent = self._counted_of(update.client), split(update.buffers)[1]
             self.counted[update.client] = {
-                name: value.double() + old[name].to(value.device) if name in old else value.double()
+                name: value + old[name].to(value.device) if name in old else value.double()
                 for name, value in sent.items()
             }
         return self.counted[update.client]

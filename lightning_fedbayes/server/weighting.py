@@ -221,8 +221,10 @@ class BufferAverage:
             what = f"buffers {listed(wrong)} are not those of the clients before (names, shapes or dtypes differ)"
             raise FusionError(f"{who}: {what}; all clients must train the same network")
         for name, value in buffers.items():
-            known = torch.isfinite(like[name]) if self.before is not None else torch.tensor(True)
-            if bool((~torch.isfinite(value) & known.to(value.device)).any()):
+            wrong = ~torch.isfinite(value)
+            if self.before is not None and bool(wrong.any()):
+                wrong &= torch.isfinite(like[name]).to(value.device)
+            if bool(wrong.any()):
                 raise FusionError(f"{who}: buffer '{name}' is not finite")
 
     def add(self, buffers: Mapping[str, Tensor], weight: float) -> None:
@@ -231,8 +233,10 @@ class BufferAverage:
             factor = 1.0 if self._adds(name) else weight
             if factor == 0:
                 continue
-            term = value.to(torch.complex128 if value.is_complex() else torch.float64) * factor
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
+            if name not in self._sums:
+                kind = torch.complex128 if value.is_complex() else torch.float64
+                self._sums[name] = torch.zeros_like(value, dtype=kind)
+            self._sums[name].add_(value, alpha=factor)
 
     def reduction(self) -> Reduction:
         """Return the weighted sums of all buffers as one flat vector on the CPU. In one process, as they are."""

@@ -121,19 +121,19 @@ class JointDraws:
 
 
 class StackedPriors:
-    """The priors of the clients in a stack, as priors of the module's parameters."""
+    """The priors of the clients in a stack, ``stacks``, as priors of the module's parameters."""
 
     def __init__(self, local: LocalPriors, own: Sequence[Quadratic], gaussians: GaussianParameters) -> None:
         self.local = local
         priors = local.priors(own, stacked=True)
-        self._stacks = {name: priors[name] for name in local.layers}
+        self.stacks = {name: priors[name] for name in local.layers}
         self._joint: LocalPrior | None = None
         self._tally: Tensor | None = None
         self._installed: dict[tuple[int, str], Prior] = {}
         self._chosen: dict[tuple[int, ...], StackedPriors] = {}
         names = {id(each.mean): name for name, each in local.layers.items()}
         if gaussians.small and all(id(each.mean) in names for each in gaussians.small):
-            parts = [self._stacks[names[id(each.mean)]] for each in gaussians.small]
+            parts = [self.stacks[names[id(each.mean)]] for each in gaussians.small]
             fields = zip(*((part.mean.unsqueeze(0), part.curvature, part.slope) for part in parts))
             mean, curvature, slope = (torch.cat([side_by_side(each) for each in field], 1) for field in fields)
             self._joint = replace(parts[0], mean=mean, curvature=curvature, slope=slope)
@@ -143,22 +143,22 @@ class StackedPriors:
         key = tuple(slots)
         if key not in self._chosen:
             chosen = copy.copy(self)
-            first = next(iter(self._stacks.values())).curvature
+            first = next(iter(self.stacks.values())).curvature
             chosen._tally = first.new_zeros((len(slots), 2), requires_grad=True)
             chosen._joint = None if self._joint is None else _rows_of(self._joint, slots, chosen._tally)
-            chosen._stacks = {
+            chosen.stacks = {
                 name: replace(
                     _rows_of(stack, slots, chosen._tally),
                     squares=stack.curvature.new_zeros((len(slots), *stack.curvature.shape[1:]), requires_grad=True),
                 )
-                for name, stack in self._stacks.items()
+                for name, stack in self.stacks.items()
             }
             self._chosen[key] = chosen
         return self._chosen[key]
 
     def squares(self, name: str) -> Tensor | None:
         """Return a parameter's sums of squared gradients of single examples, (clients, *), or None if unknown."""
-        return _taken(self._stacks[name].squares)
+        return _taken(self.stacks[name].squares)
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
         """Return the factors of the clients' divergences in their losses, and what these gain, (clients,) each.
@@ -168,16 +168,12 @@ class StackedPriors:
         found = _taken(self._tally)
         return None if found is None else (found[:, 0] / self.local.num_entries, found[:, 1])
 
-    def gradient(self, name: str, means: Tensor) -> Tensor:
-        """Return the gradient of each client's prior at the ``means`` of a parameter, (clients, *)."""
-        return self._stacks[name].gradient(means)
-
     @contextmanager
     def installed(self, view: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Inside, every parameter has its client's prior, as one client sees it by ``view``."""
         layers = self.local.layers
         for name, each in layers.items():
-            prior = SeenPrior(self._stacks[name], view)
+            prior = SeenPrior(self.stacks[name], view)
             each.replace_prior(prior)
             self._installed[id(each.layer), each.path] = prior
         try:

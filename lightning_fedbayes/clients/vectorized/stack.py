@@ -185,7 +185,7 @@ class ClientStack:
                     gradient = gradient if added is None else gradient - added.to(gradient)
             elif factors is not None and local is not None:
                 scale = factors.view(-1, *[1] * (parameter.dim() - 1))
-                slope = local.gradient(name, parameter).to(gradient)
+                slope = local.stacks[name].gradient(parameter).to(gradient)
                 gradient = torch.addcmul(gradient, slope, scale, value=-1)
                 single = local.squares(name)
                 add_rows(measured.squares[name], slots, gradient.square() if single is None else single)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.clients.vectorized import gaussians
-from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws, StackedPriors
+from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws
 from lightning_fedbayes.clients.vectorized.operations import StackedOperations
 from lightning_fedbayes.clients.vectorized.step import ParameterSwap
 from lightning_fedbayes.core.private_torch import to_client_view, to_stack, vmap_level
@@ -246,9 +246,8 @@ def test_priors_of_a_stack_are_those_of_its_clients(shape):
     """The slope of each client, also of a parameter that is one number and of matrices that lie transposed."""
     rows = (torch.randn(3, *shape, dtype=torch.float64) for _ in range(3))
     means, curvature, slope = (each.mT.contiguous().mT if each.dim() == 3 else each for each in rows)
-    stack = object.__new__(StackedPriors)
-    stack._stacks = {"w": LocalPrior(torch.randn(shape, dtype=torch.float64), curvature, slope)}
-    slopes = stack.gradient("w", means)
+    stack = LocalPrior(torch.randn(shape, dtype=torch.float64), curvature, slope)
+    slopes = stack.gradient(means)
     for k in range(3):
-        prior = replace(stack._stacks["w"], curvature=curvature[k], slope=slope[k])
+        prior = replace(stack, curvature=curvature[k], slope=slope[k])
         torch.testing.assert_close(slopes[k], torch.func.grad(lambda mean, of=prior: of.kl(mean, mean))(means[k]))
