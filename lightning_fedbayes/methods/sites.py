@@ -239,7 +239,8 @@ class Sites(method.Method):
             changes[name] = new.sub_(start).float()
             own[name] = start + changes[name]
         mean = trained.posterior.mean
-        if not all(bool(each.isfinite().all()) for each in (*mean.values(), *own.values())):
+        extremes = (torch.stack(each.aminmax()) for each in own.values() if each.numel())
+        if not all(bool(each.isfinite().all()) for each in (*mean.values(), *extremes)):
             raise FusionError(
                 f"client {client.number}: training has left the finite numbers; lower the learning rate, or clip "
                 "gradients (Trainer(gradient_clip_val=...))"
@@ -407,13 +408,12 @@ class Sites(method.Method):
             if 0 < len(names) < len(lengths):
                 rows = torch.cat([torch.full((n,), name in names, device=mean.device) for name, n in lengths.items()])
             priors = [(lengths[name], *self.prior_of(name)) for name in names]
-            centre, std = ([mean.new_full((n,), each[i]) for n, *each in priors] for i in range(2))
-            centre, prior = (torch.cat([mean[:0], *each]) for each in (centre, std))
-            prior = prior.pow_(-2)
+            parts = ([mean.new_full((n,), each[i] ** p) for n, *each in priors] for i, p in enumerate((1, -2)))
+            centre, prior = (torch.cat([mean[:0], *each]) for each in parts)
             precision = variance[rows].reciprocal() if names else mean[:0]
             natural = precision, prior, (mean[rows] - centre).mul_(prior)
             told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
-            slope = told * self._scale(shared, shared.tensors)
+            slope = told.mul_(self._scale(shared, shared.tensors))
             shared.notes["sites"] = _Round(names, lengths, rows, mean, *natural, slope)
         return shared.notes["sites"]
 
