@@ -172,6 +172,21 @@ def test_clients_are_told_as_much_of_the_gradient_as_is_found(found, gain, heard
     torch.testing.assert_close(slope, 30 / 60 * told * method.slope(shared)[:4], rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_found_of_the_gradient_is_in_standard_deviations():
+    clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
+    shared = by_hand(clients, method, lambda number: range(3), 2)
+    posterior = clients.posterior(0.3, torch.tensor([0.1, 0.2, 0.5, 2.0]))
+    shared = Shared(posterior, {**shared.tensors, "_found": torch.zeros(2).double()}, 1 / 3, False)
+    changes = {"gradient": torch.randn_like(shared.tensors["gradient"])}
+    width = torch.ones(6, dtype=torch.float64)
+    width[:4] = posterior.variance[GAUSSIAN]
+    told = method.slope(shared)
+    found = told + shared.tensors["gradient"] - shared.tensors["slope"] + 3 * changes["gradient"]
+    products = method.fuse(shared, fb.GaussianPosterior.point_mass(posterior.mean), changes, 1 / 3)[1]["_found"]
+    expected = torch.stack([(each * told * width).sum() for each in (found, told)])
+    torch.testing.assert_close(products, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("std", [1e-3, 0.05, 0.5])
 def test_draws_do_not_take_an_untrained_network_apart(std):
     """A first site is half of what was measured, and half of a width of that of the layers, or of their weights."""
