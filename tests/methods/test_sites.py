@@ -187,6 +187,21 @@ def test_what_is_found_of_the_gradient_is_in_standard_deviations():
     torch.testing.assert_close(products, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_figures_are_the_change_and_the_decrement_after_a_round():
+    clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
+    before = by_hand(clients, method, lambda number: range(3), 1)
+    after = by_hand(Conjugate.drawn(SIZES[:3], point=2), method, lambda number: range(3), 2)
+    figures = method.figures(before, after.posterior, after.tensors)
+    old, new = (
+        torch.distributions.Normal(each.posterior.mean[GAUSSIAN], each.posterior.variance[GAUSSIAN].sqrt())
+        for each in (before, after)
+    )
+    change = torch.distributions.kl_divergence(new, old).mean()
+    decrement = (method.slope(after)[:4].square() * new.variance).mean() / 2
+    assert figures["sites/change"] == pytest.approx(float(change), rel=1e-6)
+    assert figures["sites/decrement"] == pytest.approx(float(decrement), rel=1e-4)
+
+
 @pytest.mark.parametrize("std", [1e-3, 0.05, 0.5])
 def test_draws_do_not_take_an_untrained_network_apart(std):
     """A first site is half of what was measured, and half of a width of that of the layers, or of their weights."""
