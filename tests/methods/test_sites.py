@@ -1,5 +1,6 @@
 """Sites against the theory: conjugate posteriors, control variates, Price's theorem, and what must not change them."""
 
+import math
 from functools import partial
 
 import lightning as L
@@ -200,6 +201,19 @@ def test_figures_are_the_change_and_the_decrement_after_a_round():
     decrement = (method.slope(after)[:4].square() * new.variance).mean() / 2
     assert figures["sites/change"] == pytest.approx(float(change), rel=1e-6)
     assert figures["sites/decrement"] == pytest.approx(float(decrement), rel=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("field", ["gradients", "precisions"])
+def test_a_site_that_is_not_finite_is_not_sent(field, wrong):
+    """Nor one beyond single precision, in which it travels."""
+    clients, method = Conjugate.drawn(SIZES[:3], point=2), fb.Sites(*PRIOR)
+    shared = by_hand(clients, method, lambda number: range(3), 2)
+    participant = Participant(0, SIZES[0], clients.kept[0], gaussian=frozenset({GAUSSIAN}))
+    good, bad = clients.posterior(0.1).mean, {GAUSSIAN: torch.tensor([1.0, wrong, 1.0, 1.0]).double()}
+    found = ({**good, **bad}, {}) if field == "gradients" else (good, bad)
+    with pytest.raises(fb.FedBayesError, match="client 0: training has left the finite numbers"):
+        method.report(shared, participant, Trained(clients.posterior(0.1), *found))
 
 
 @pytest.mark.parametrize("std", [1e-3, 0.05, 0.5])
