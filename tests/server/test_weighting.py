@@ -13,6 +13,7 @@ from lightning_fedbayes.server.weighting import (
     PER_CLIENT,
     PER_COHORT,
     SMALLEST_DISTANCE,
+    BufferAverage,
     ClientFacts,
     KnownOverlap,
     client_weights,
@@ -181,3 +182,15 @@ def test_a_client_that_known_overlap_does_not_know_or_would_subtract_is_named():
     shared, _ = holders([0, 1, 2, 3], [3, 4, 5, 6], [3])
     with pytest.raises(FusionError, match="client 2 has a negative weight"):
         client_weights(KnownOverlap(shared), facts)
+
+
+def test_a_buffer_may_be_infinite_where_the_global_one_is_and_nowhere_else():
+    """A mask of minus infinities is a buffer, too."""
+    average = BufferAverage({"mask": torch.tensor([-torch.inf, 0.0])}, several=False)
+    average.check({"mask": torch.tensor([-torch.inf, 1.0])}, "client 0")
+    with pytest.raises(FusionError, match="client 1: buffer 'mask' is not finite"):
+        average.check({"mask": torch.tensor([0.0, -torch.inf])}, "client 1")
+    for _ in range(2):
+        average.add({"mask": torch.tensor([-torch.inf, 1.0])}, 0.5)
+    averaged = average.averages(average.reduction().own, 1.0)
+    assert averaged["mask"].tolist() == [-torch.inf, 1.0]
