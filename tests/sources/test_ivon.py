@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import lightning_fedbayes as fb
 from lightning_fedbayes.core.errors import FederationError
+from lightning_fedbayes.modules.sources import ivon_state
 from tests import federations
 from tests.refusals import refusals
 
@@ -229,8 +230,10 @@ def test_a_loss_in_another_unit_gives_the_same_posterior():
     assert torch.allclose(one, other, rtol=1e-3)
 
 
-def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch):
+@pytest.mark.parametrize("piece", [4, ivon_state.PIECE])
+def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch, piece):
     """With sums of each network's own, while numbers of steps are shared."""
+    monkeypatch.setattr(ivon_state, "PIECE", piece)
     draws = {}
 
     def drawn(like):
@@ -273,6 +276,25 @@ def test_a_stack_of_networks_steps_as_each_of_them(monkeypatch):
         assert torch.allclose(p.detach(), torch.stack([each.detach() for each in own]), rtol=1e-4, atol=1e-6)
         precisions = torch.stack([each.state[one]["precision"] for each, one in zip(alone, own)])
         assert torch.allclose(together.state[p]["precision"], precisions, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "samples"), [("squares", 1), ("squares", 2), ("ivon", 1)])
+@pytest.mark.parametrize("has_prior", [False, True])
+def test_a_step_by_pieces_is_the_step_of_the_whole(monkeypatch, kind, samples, has_prior):
+    def trained(piece):
+        monkeypatch.setattr(ivon_state, "PIECE", piece)
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((6, 5), (9,), (), (2, 1, 3), (1, 7), (3,), (2,))]
+        optimizer = fb.IVON(parameters, num_examples=30, curvature=kind, samples=samples)
+        for step in range(5):
+            optimizer.step(lambda: sum((k * p).sin().sum() for k, p in enumerate(parameters)).backward())
+            for p in parameters if has_prior and not step else ():
+                optimizer.state[p] |= {"prior_precision": torch.rand_like(p), "prior_shift": torch.randn_like(p)}
+        return torch.cat([torch.stack([p, optimizer.state[p]["precision"]]).flatten() for p in parameters])
+
+    whole = trained(ivon_state.PIECE)
+    for piece in (1, 4, 10):
+        assert torch.allclose(trained(piece), whole, rtol=1e-5, atol=1e-7)
 
 
 def test_draws_have_the_posterior_s_moments_and_leave_the_mean_unchanged():

@@ -13,7 +13,7 @@ from lightning_fedbayes.core.errors import FederationError, check_at_least, chec
 from lightning_fedbayes.core.posterior import GaussianPosterior, zeros_like
 from lightning_fedbayes.core.private_torch import foreach
 from lightning_fedbayes.modules.sources import ivon_state
-from lightning_fedbayes.modules.sources.ivon_state import SHARE, START, Factors, State, Sum, Sums, factors, total
+from lightning_fedbayes.modules.sources.ivon_state import Factors, Part, State, Sum, Sums, factors, pieces, total
 
 EPSILON = 1e-8
 """Added to the divisor of a step of parameters without a posterior, as in Adam."""
@@ -252,10 +252,9 @@ class IVON(Optimizer):
                 gradient, p.grad = p.grad, None
                 if gradient is not None and moves is not None:
                     move = moves.get(p)
-                    found[p] = Sum(gradient, None) if move is None else Sum(gradient.to(move.dtype), move)
-        drawn = [each for each in found.values() if each.product is not None]
-        if drawn:
-            foreach.mul_([each.product for each in drawn], [each.gradient for each in drawn])
+                    found[p] = (
+                        Sum(gradient, None) if move is None else Sum(gradient.to(move.dtype), move.mul_(gradient))
+                    )
         sums = self._sums or {}
         for p, new in found.items():
             sums[p] = new if p not in sums else ivon_state.add(sums[p], new)
@@ -264,89 +263,89 @@ class IVON(Optimizer):
 
     def _update(self, group: State, parameters: list[Tensor], sums: list[Sum], draws: int) -> None:
         states = [self.state[p] for p in parameters]
-        precisions, momenta = ([state[name] for state in states] for name in ("precision", "momentum"))
-        first = group["betas"][0]
         foreach.add_([state["step"] for state in states], 1)
-        steps, scale = (factors([state[name] for state in states], precisions) for name in ("step", "examples"))
-        given = [state.get("prior_precision") for state in states]
-        prior = group["prior_std"] ** -2 if given[0] is None else given
-        if group["curvature"] == "squares":
-            newton = self._measure(group, states, sums, draws, steps, scale, prior)
-        else:
-            newton = None
-            self._follow(group, states, sums, draws, scale, prior)
-        # the mean: λ g + A m - b
-        gradients = [each.gradient for each in sums]
-        if draws > 1:
-            gradients = foreach.div(gradients, draws)
-        foreach.lerp_(momenta, gradients, 1 - first)
-        move = foreach.mul(momenta, [each / (1 - first**step) for each, step in zip(scale, steps)])
-        means = [p.to(each.dtype) for p, each in zip(parameters, precisions)]
-        if isinstance(prior, float):
-            foreach.add_(move, means, alpha=prior)
-        else:
-            foreach.add_(move, foreach.mul(means, prior))
-            foreach.sub_(move, [state["prior_shift"] for state in states])
-        rate = float(group["lr"])
-        if newton is None:  # over ρ Λ
-            foreach.div_(move, precisions)
-            foreach.mul_(move, [group["hessian_init"] + group["prior_std"] ** -2 / each for each in scale])
-            foreach.add_(parameters, move, alpha=-rate)
-        elif rate:  # over λ √v / lr + (λ c v + A) / LONGEST
-            divisors = foreach.sqrt([state["square"] for state in states])
-            foreach.mul_(divisors, [each / rate for each in scale])
-            foreach.add_(divisors, newton, alpha=1 / LONGEST)
-            if means[0].dtype == parameters[0].dtype:
-                foreach.addcdiv_(parameters, move, divisors, value=-1.0)
+        tensors = {name: [state[name] for state in states] for name in self.stacked_keys if name in states[0]}
+        tensors |= {name: [*each] for name, each in zip(Sum._fields, zip(*sums)) if each[0] is not None}
+        tensors["mean"], like = parameters, tensors["precision"]
+        steps, scale = (factors([state[name] for state in states], like) for name in ("step", "examples"))
+        shares = [each / (1 - group["betas"][0] ** step) for each, step in zip(scale, steps)]
+        rate, newton, default = float(group["lr"]), None, group["prior_std"] ** -2
+        units = self._measure(group, states, tensors, draws, steps, scale) if group["curvature"] == "squares" else None
+        for chosen, part in pieces(states, tensors):
+            momenta, precisions, scales = part["momentum"], part["precision"], [scale[i] for i in chosen]
+            prior = part.get("prior_precision", default)
+            if units is None:
+                self._follow(group, part, draws, scales, prior)
             else:
-                foreach.add_(parameters, foreach.div(move, divisors), alpha=-1.0)
+                newton = self._narrow(states, chosen, part, units, steps, prior)
+            # the mean: λ g + A m - b
+            gradients = part["gradient"] if draws == 1 else foreach.div(part["gradient"], draws)
+            foreach.lerp_(momenta, gradients, 1 - group["betas"][0])
+            move = foreach.mul(momenta, [shares[i] for i in chosen])
+            means = [p.to(each.dtype) for p, each in zip(part["mean"], precisions)]
+            if isinstance(prior, float):
+                foreach.add_(move, means, alpha=prior)
+            else:
+                foreach.add_(move, foreach.mul(means, prior))
+                foreach.sub_(move, part["prior_shift"])
+            if newton is None:  # over ρ Λ
+                foreach.div_(move, precisions)
+                foreach.mul_(move, [group["hessian_init"] + default / each for each in scales])
+                foreach.add_(part["mean"], move, alpha=-rate)
+            elif rate:  # over λ √v / lr + (λ c v + A) / LONGEST
+                divisors = foreach.sqrt(part["square"])
+                foreach.mul_(divisors, [each / rate for each in scales])
+                foreach.add_(divisors, newton, alpha=1 / LONGEST)
+                if means[0].dtype == part["mean"][0].dtype:
+                    foreach.addcdiv_(part["mean"], move, divisors, value=-1.0)
+                else:
+                    foreach.add_(part["mean"], foreach.div(move, divisors), alpha=-1.0)
 
-    def _follow(
-        self, group: State, states: list[State], sums: list[Sum], draws: int, scale: Factors, prior: Any
-    ) -> None:
+    def _follow(self, group: State, part: Part, draws: int, scale: Factors, prior: Any) -> None:
         """Update the precisions as Shen et al. do: every entry follows its estimate."""
-        precisions = [state["precision"] for state in states]
         # the change of Λ, relative to Λ: (λ ĥ + A) / Λ - 1, where ĥ / Λ is the mean of gradient times (θ - m)
-        change = foreach.mul([each.product for each in sums], [each / draws for each in scale])
-        foreach.add_(change, foreach.mul(foreach.reciprocal(precisions), prior))
+        change = foreach.mul(part["product"], [each / draws for each in scale])
+        foreach.add_(change, foreach.mul(foreach.reciprocal(part["precision"]), prior))
         foreach.sub_(change, 1.0)
         foreach.mul_(change, 1 - group["betas"][1])
         factor = foreach.mul(change, 0.5)
         foreach.add_(factor, 1.0)
         foreach.mul_(factor, change)
         foreach.add_(factor, 1.0)
-        foreach.mul_(precisions, factor)
+        foreach.mul_(part["precision"], factor)
 
     def _measure(
-        self, group: State, states: list[State], sums: list[Sum], draws: int, steps: Factors, scale: Factors, prior: Any
+        self, group: State, states: list[State], tensors: Part, draws: int, steps: Factors, scale: Factors
+    ) -> Factors:
+        """Update the squares of gradients. Return their units λ c."""
+        is_first = any(bool((each == 1).any()) if isinstance(each, Tensor) else each == 1 for each in steps)
+        rates = [ivon_state.larger(1 / (each + ivon_state.START), 1 - group["betas"][1]) for each in steps]
+        signals, noises = ([torch.zeros_like(state["signal"]) for state in states] for _ in range(2))
+        for chosen, part in pieces(states, tensors, is_first):
+            several, gradients = part.get("squares"), part["gradient"]
+            new = foreach.mul(gradients, gradients) if several is None else foreach.div(several, draws)
+            for i, square in zip(chosen, new) if is_first else ():
+                ivon_state.begin(states[i], square, steps[i])
+            foreach.lerp_(part["square"], new, [rates[i] for i in chosen])
+            for i, product, noise in zip(chosen, part["product"], foreach.div(part["square"], part["precision"])):
+                signals[i] += total(product, signals[i]) / draws
+                noises[i] += total(noise, noises[i])
+        memories = [1 - ivon_state.SHARE / (each + ivon_state.START + ivon_state.SHARE) for each in steps]
+        return ivon_state.unit_of(states, signals, noises, memories, scale)
+
+    def _narrow(
+        self, states: list[State], chosen: list[int], part: Part, units: Factors, steps: Factors, prior: Any
     ) -> list[Tensor]:
-        """Update the precisions from squared gradients. Return λ c v + A, at least :data:`LEAST` of the precision."""
-        precisions, squares = ([state[name] for state in states] for name in ("precision", "square"))
-        gradients = [each.gradient for each in sums]
-        new = foreach.mul(gradients, gradients) if draws == 1 else foreach.div([each.square for each in sums], draws)
-        if any(bool((each == 1).any()) if isinstance(each, Tensor) else each == 1 for each in steps):
-            for state, square, step in zip(states, new, steps):
-                ivon_state.begin(state, square, step)
-        rates = [ivon_state.larger(1 / (each + START), 1 - group["betas"][1]) for each in steps]
-        if isinstance(rates[0], float) and len({*rates}) == 1:
-            foreach.lerp_(squares, new, rates[0])
-        else:
-            foreach.sub_(new, squares)
-            foreach.mul_(new, rates)
-            foreach.add_(squares, new)
-        signals = [total(each.product, state["signal"]) for each, state in zip(sums, states)]
-        signals = signals if draws == 1 else [each / draws for each in signals]
-        noises = [total(each, state["noise"]) for each, state in zip(foreach.div(squares, precisions), states)]
-        memories = [1 - SHARE / (each + START + SHARE) for each in steps]
-        wanted = foreach.mul(squares, ivon_state.unit_of(states, signals, noises, memories, scale))
+        """Update the precisions. Return λ c v + A, at least :data:`LEAST` of them."""
+        wanted, precisions = foreach.mul(part["square"], [units[i] for i in chosen]), part["precision"]
         foreach.add_(wanted, prior)
-        moving = [i for i, state in enumerate(states) if "fixed" not in state]
+        moving = [(i, *each) for i, *each in zip(chosen, precisions, wanted) if "fixed" not in states[i]]
         if moving:
-            moved = [precisions[i] for i in moving]
-            begun = factors([states[i]["received"] for i in moving], moved)
-            kept = [1 - ivon_state.larger(EARLY / (steps[i] - start), FALL) for i, start in zip(moving, begun)]
-            foreach.mul_(moved, kept[0] if isinstance(kept[0], float) and len({*kept}) == 1 else kept)
-            foreach.maximum_(moved, [wanted[i] for i in moving])
+            places, moved, lowest = zip(*moving)
+            begun = factors([states[i]["received"] for i in places], [*moved])
+            kept = [1 - ivon_state.larger(EARLY / (steps[i] - start), FALL) for i, start in zip(places, begun)]
+            foreach.mul_(moved, kept)
+            foreach.maximum_(moved, lowest)
         if not isinstance(prior, float) or not prior:  # wanted may be negative, or 0 without gradients
             foreach.maximum_(wanted, foreach.mul(precisions, LEAST))
         return wanted

@@ -1,7 +1,7 @@
 """State of IVON: how a parameter begins, and the unit in which squared gradients are its curvature."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ START = 30
 """Number of squared gradients that the curvature at the start counts as."""
 SHARE = 8
 """The sums behind the unit of squared gradients remember the last 1 / SHARE of the steps."""
+PIECE = 2**17
+"""Number of entries of a processor's pass: a few vectors of them fit its cache."""
 TINY = 1e-30
 """Least sum of squared gradients."""
 BELIEF = 10.0
@@ -26,12 +28,14 @@ class Sum(NamedTuple):
 
     gradient: Tensor
     product: Any
-    square: Tensor | None = None
+    squares: Tensor | None = None
 
 
 State = dict[str, Any]
 Sums = dict[Tensor, Sum]
 Factors = list[Any]
+Part = dict[str, list[Tensor]]
+"""What a tensor is → that tensor of each parameter."""
 
 
 def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tensor]:
@@ -41,12 +45,35 @@ def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tens
     return [value.to(each.dtype) for value, each in zip(values, like)]
 
 
+def pieces(states: list[State], tensors: Part, are_whole: bool = False) -> Iterator[tuple[list[int], Part]]:
+    """Yield tensors of small parameters together and of large ones by rows, as many as fit a cache, and whose they are.
+
+    All at once if ``are_whole``, in a stack of networks and on a GPU, where a call costs more than memory.
+    """
+    is_stack = any(states[0][name].dim() for name in ("step", "examples", "signal") if name in states[0])
+    limit = math.inf if are_whole or is_stack or not tensors["precision"][0].is_cpu else PIECE
+    groups, size = list[list[int]](), math.inf
+    for i, like in enumerate(tensors["precision"]):
+        size += like.numel()
+        if size > limit or not groups:
+            groups, size = [*groups, []], like.numel()
+        groups[-1].append(i)
+    for group in groups:
+        lists, like = [[each[i] for i in group] for each in tensors.values()], tensors["precision"][group[0]]
+        if like.numel() > limit:  # alone
+            rows = max(1, PIECE * len(like) // like.numel())
+            parts = zip(*(each.split(rows) for [each] in lists))
+            yield from ((group, {name: [each] for name, each in zip(tensors, part)}) for part in parts)
+        else:
+            yield group, dict(zip(tensors, lists))
+
+
 def add(one: Sum, other: Sum) -> Sum:
     """Return the sums over the draws of both."""
     if one.product is None or other.product is None:
         return Sum(one.gradient + other.gradient, None)
-    square = one.gradient.square() if one.square is None else one.square
-    return Sum(one.gradient + other.gradient, one.product + other.product, square + other.gradient.square())
+    squares = one.gradient.square() if one.squares is None else one.squares
+    return Sum(one.gradient + other.gradient, one.product + other.product, squares + other.gradient.square())
 
 
 def total(values: Tensor, like: Tensor) -> Tensor:
@@ -91,11 +118,8 @@ def unit_of(
     def joined(values: Any) -> Tensor:
         return torch.stack([each.flatten().to(device) for each in values] if is_stack else [*values])
 
-    if isinstance(memories[0], float):
-        memory = torch.tensor(memories, device=device)[:, None] if is_stack else torch.tensor(memories, device=device)
-    else:
-        memory = torch.stack([each.flatten().to(device) for each in memories])
-        memory = memory if is_stack else memory[:, 0]
+    memory = torch.stack([torch.as_tensor(each, device=device).flatten() for each in memories])
+    memory = memory if is_stack else memory[:, 0]
     signal, noise = (
         joined(new).addcmul_(joined(state[name] for state in states), memory.to(new[0].dtype))
         for name, new in (("signal", signals), ("noise", noises))
