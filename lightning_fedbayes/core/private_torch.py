@@ -147,6 +147,12 @@ def version_if_any(tensor: Tensor) -> int | None:
         return None
 
 
+def backward_pass(node: Any) -> int | None:
+    """Return the number of the backward pass that runs. None if it does not compute ``node``, or torch does not say."""
+    number, runs = (getattr(torch._C, name, None) for name in ("_current_graph_task_id", "_will_engine_execute_node"))
+    return number() if number is not None and runs is not None and runs(node) else None
+
+
 FOREACH = "_foreach_"
 foreach = SimpleNamespace(**{n.removeprefix(FOREACH): each for n, each in vars(torch).items() if n.startswith(FOREACH)})
 """torch's operations on lists of tensors: ``foreach.add_(tensors, others)`` is one call for all of them."""

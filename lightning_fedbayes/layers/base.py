@@ -18,7 +18,7 @@ from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import ConversionError, shown
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.functional import Estimator, FlipoutNoise, Normal, inverse_softplus_std, softplus_std
-from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum, known_std
+from lightning_fedbayes.layers.kl import SMALL, KLWatch, joined_kl_sum, known
 from lightning_fedbayes.layers.priors import FLOAT32, NormalPrior, Prior, check_std, choose_prior, map_tensors
 
 RELATIVE_STD = 0.1
@@ -79,7 +79,7 @@ class GaussianParameter:
 
     def kl(self) -> Tensor:
         """KL(q‖p) from the prior in force, summed over the entries, in nats. Returns a scalar."""
-        return self.prior.kl(self.mean, known_std(self.rho))
+        return self.prior.kl(*known(self.mean, self.rho))
 
 
 class BayesianLayer(BaseVariationalLayer_):
@@ -230,7 +230,7 @@ class BayesianAffine(BayesianLayer):
                 return op(x, weight, bias_mean)
             weight, bias = draw([weight_mean, bias_mean], [weight_rho, self.rho_bias])
             return op(x, weight, bias)
-        weight, bias = Normal(weight_mean, known_std(weight_rho)), None
+        weight, bias = Normal(*known(weight_mean, weight_rho)), None
         if bias_mean is not None:
             bias = Normal(bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
         if self.estimator == "local_reparameterization":
@@ -343,7 +343,8 @@ def draw(means: Sequence[Tensor], rhos: Sequence[Tensor]) -> list[Tensor]:
     """A draw of each N(μ, σ²), with noise of torch's global generator. A ``TorchFunctionMode`` can override it."""
     if has_torch_function((*means, *rhos)):
         return handle_torch_function(draw, (*means, *rhos), means, rhos)
-    return [torch.addcmul(mean, known_std(rho), torch.randn_like(mean)) for mean, rho in zip(means, rhos)]
+    pairs = (known(mean, rho) for mean, rho in zip(means, rhos))
+    return [torch.addcmul(mean, std, torch.randn_like(mean)) for mean, std in pairs]
 
 
 def sum_kl(parameters: Iterable[GaussianParameter]) -> Tensor:

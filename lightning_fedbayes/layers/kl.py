@@ -6,13 +6,13 @@ The closed form takes a few passes, autograd dozens. A ``TorchFunctionMode`` can
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function
 
-from lightning_fedbayes.core.private_torch import version_if_any
+from lightning_fedbayes.core.private_torch import backward_pass, version_if_any
 from lightning_fedbayes.layers.functional import softplus_std
 
 SMALL = 2**14
@@ -128,9 +128,20 @@ class PlainGaussianKL(torch.autograd.Function):
         """See :meth:`GaussianKL.forward`."""
         output = GaussianKL.forward(*inputs)
         GaussianKL.setup_context(ctx, inputs, output)
+        mean, std, *prior, _ = inputs
+        is_known = mean.grad_fn is std.grad_fn and hasattr(std.grad_fn, "pulls")
+        ctx.known = std.grad_fn if is_known and not any(isinstance(each, Tensor) for each in prior) else None
         return output
 
-    backward = GaussianKL.backward
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        """Return the gradients, or leave them to :class:`Known`."""
+        for node in () if ctx.known is None or torch.is_grad_enabled() else (ctx.known.draw(), ctx.known):
+            number = None if node is None else backward_pass(node)
+            if node is not None and number not in (None, node.ran):
+                node.pulls.setdefault(number, []).append((*gradients, *ctx.inputs[2:4]))
+                return (None,) * 5
+        return GaussianKL.backward(ctx, *gradients)
 
 
 def standardised(
@@ -142,45 +153,57 @@ def standardised(
     return (mean - prior_mean) / prior_std, std / prior_std
 
 
-class KnownStd(torch.autograd.Function):
-    """:func:`~lightning_fedbayes.layers.functional.softplus_std`, computed once for the draw and the KL of a step."""
+class Known(torch.autograd.Function):
+    r"""Mean and standard deviation of a parameter, for its draws and its divergence in a step.
+
+    Several calls share the standard deviation. The divergence from N(m, s²) leaves its gradient to the last draw, if
+    that is still to come in the same backward pass: with :math:`h = \partial L / \partial \mathrm{KL}`,
+
+    .. math:: \frac{\partial L}{\partial \mu} \mathrel{+}= h\,\frac{\mu - m}{s^2}, \qquad
+              \frac{\partial L}{\partial \sigma} \mathrel{+}= h \left(\frac{\sigma}{s^2} - \frac1\sigma\right).
+    """
 
     values: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()
-    """Identity of ρ → the last call, as long as its output's graph waits for the backward pass. Two calls with the same
-    output share ``slope``, which has dσ/dρ from the first one's backward pass to the other's."""
+    """Identity of ρ → the last call, as long as its output's graph waits for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, rho: Tensor) -> Tensor:
-        """The standard deviations of ``rho``."""
-        last = KnownStd.values.get(id(rho))
-        if last is None or last.std is None or last.version != version_if_any(rho):
-            std, ctx.slope = softplus_std(rho), []
+    def forward(ctx: Any, mean: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean, and the standard deviations of ``rho``."""
+        last: Any = Known.values.get(id(rho))
+        if last is None or last.std is None or last.mean is not mean or last.version != version_if_any(rho):
+            last, std = ctx, softplus_std(rho)
         else:
-            std, ctx.slope = last.std.view_as(rho), last.slope
-        ctx.save_for_backward(rho)
-        ctx.std, ctx.version = std.detach(), version_if_any(rho)
-        KnownStd.values[id(rho)] = ctx
-        return std
+            std = last.std.view_as(rho)
+        ctx.save_for_backward(mean, rho, std)
+        ctx.set_materialize_grads(False)
+        ctx.std, ctx.version, ctx.draw = std.detach(), version_if_any(rho), ref(last)
+        ctx.mean, ctx.pulls, ctx.ran = mean, {}, None
+        Known.values[id(rho)] = ctx
+        return mean.view_as(mean), std
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore
-        """Return the gradient of ρ."""
-        ctx.std, (rho,) = None, ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is differentiated again
-            return gradients[0] * rho.sigmoid()
-        if ctx.slope:
-            return gradients[0] * ctx.slope.pop()
-        ctx.slope.append(rho.sigmoid())
-        return gradients[0] * ctx.slope[0]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        """Return the gradients of the mean and of ρ."""
+        (of_mean, of_std), (mean, rho, std) = gradients, ctx.saved_tensors
+        ctx.std, ctx.ran = None, backward_pass(ctx)
+        for pull, centre, width in ctx.pulls.pop(ctx.ran, ()):
+            shift, scale = mean if centre == 0 else mean - centre, pull if width == 1 else pull / width**2
+            of_mean = shift * scale if of_mean is None else torch.addcmul(of_mean, shift, scale)
+            of_std = std * scale if of_std is None else torch.addcmul(of_std, std, scale)
+            of_std.addcdiv_(pull, std, value=-1)
+        if of_std is None:
+            return of_mean, None
+        slope = rho.sigmoid()  # in place unless it is differentiated again
+        return of_mean, of_std * slope if torch.is_grad_enabled() else slope.mul_(of_std)
 
 
-def known_std(rho: Tensor) -> Tensor:
-    """Return :func:`~lightning_fedbayes.layers.functional.softplus_std`, of a large ρ that is trained once a step."""
+def known(mean: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and :func:`~lightning_fedbayes.layers.functional.softplus_std`, by :class:`Known` if it is large."""
     trained = rho.requires_grad and torch.is_grad_enabled() and rho.numel() >= SMALL
-    if trained and not torch.compiler.is_compiling() and not has_torch_function_unary(rho):
+    if trained and not torch.compiler.is_compiling() and not has_torch_function((mean, rho)):
         with suppress(RuntimeError):  # of a transform of torch.func, whose tensors must not outlive it
-            return cast("Tensor", KnownStd.apply(rho))
-    return softplus_std(rho)
+            return cast("tuple[Tensor, Tensor]", Known.apply(mean, rho))
+    return mean, softplus_std(rho)
 
 
 class JointDraw(torch.autograd.Function):

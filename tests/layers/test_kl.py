@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from lightning_fedbayes.core.errors import ConversionError
 from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior, kl
 from lightning_fedbayes.layers.functional import softplus_std
-from lightning_fedbayes.layers.kl import JointDraw, KnownStd, gaussian_kl_sum
+from lightning_fedbayes.layers.kl import JointDraw, Known, gaussian_kl_sum
 from tests.refusals import refusals
 
 
@@ -280,11 +280,11 @@ def test_the_divergence_takes_the_widths_of_the_draw_and_no_older_ones():
     torch.testing.assert_close(gradients(layer.kl_loss()), gradients(gaussian_kl_sum(mean, softplus_std(rho), 0, 1)))
     torch.manual_seed(1)
     output = layer(x)
-    assert KnownStd.values[id(rho)].std is not None
+    assert Known.values[id(rho)].std is not None
     assert fresh()
     total = output.sum() + layer.kl_loss()
     together = gradients(total)
-    assert KnownStd.values[id(rho)].std is None
+    assert Known.values[id(rho)].std is None
     torch.manual_seed(1)
     torch.testing.assert_close(gradients(layer(x).sum(), layer.kl_loss()), together, rtol=1e-5, atol=1e-6)
     output = layer(x)
@@ -300,29 +300,57 @@ def test_the_divergence_takes_the_widths_of_the_draw_and_no_older_ones():
     assert fresh()
 
 
-def test_widths_and_their_slope_are_shared_and_derivatives_stay_right():
-    """Twice the same graph, one part of it, and second derivatives after first ones that were kept."""
-    torch.manual_seed(0)
-    mean, rho = (leaf(torch.randn(kl.SMALL, dtype=torch.float64)) for _ in range(2))
+def loss_of(known):
+    """A loss of three draws, one of them after the divergence, and the divergence, from (mean, ρ) to moments."""
+    draws = [known(mean, rho) for mean, rho in 2 * [(MEAN, RHO)]]
+    divergence = gaussian_kl_sum(*known(MEAN, RHO), 0.5, 2.0)
+    draws.append(known(MEAN, RHO))
+    return sum((k * mean.sin() + std**3).sum() for k, (mean, std) in enumerate(draws, 1)), divergence
 
-    def parts(std):
-        return (std() ** 3).sum(), gaussian_kl_sum(mean, std(), 0.0, 1.0)
 
-    def derivatives(total):
-        (first,) = torch.autograd.grad(total, rho, create_graph=True)
-        return first, *torch.autograd.grad(first.square().sum(), rho)
+def plain(mean, rho):
+    return mean, softplus_std(rho)
 
-    expected = derivatives(sum(parts(lambda: softplus_std(rho))))
-    cubes, divergence = parts(lambda: kl.known_std(rho))
-    slope = KnownStd.values[id(rho)].slope
-    for _ in range(3):
-        (first,) = torch.autograd.grad(cubes + divergence, rho, retain_graph=True)
-        torch.testing.assert_close(first, expected[0].detach())
-        assert slope == []
-    (first,) = torch.autograd.grad(cubes, rho, retain_graph=True)
-    second = torch.autograd.grad(divergence, rho, retain_graph=True)[0]
-    torch.testing.assert_close(first + second, expected[0].detach())
-    torch.autograd.grad(cubes, rho, retain_graph=True)
-    assert len(slope) == 1
-    for found, wanted in zip(derivatives(cubes + divergence), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+
+MEAN, RHO = (leaf(torch.randn(kl.SMALL, dtype=torch.float64)) for _ in range(2))
+LEAVES = MEAN, RHO
+
+
+def test_moments_are_shared_and_derivatives_stay_right():
+    """Of all of a graph and of its parts, in one pass and in several, and second ones."""
+    expected = [torch.autograd.grad(each, LEAVES) for each in loss_of(plain)]
+    together = [sum(each) for each in zip(*expected)]
+    draws, divergence = loss_of(kl.known)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(draws + divergence, LEAVES, retain_graph=True), (*together,))
+        torch.testing.assert_close(torch.autograd.grad(divergence, LEAVES, retain_graph=True), expected[1])
+        torch.testing.assert_close(torch.autograd.grad(draws, LEAVES, retain_graph=True), expected[0])
+        torch.testing.assert_close(
+            torch.autograd.grad(draws - 3 * divergence, RHO, retain_graph=True)[0], expected[0][1] - 3 * expected[1][1]
+        )
+
+    def second(parts):
+        slopes = torch.autograd.grad(sum(parts), LEAVES, create_graph=True)
+        return torch.autograd.grad(sum(slope.square().sum() for slope in slopes), LEAVES)
+
+    torch.testing.assert_close(second(loss_of(kl.known)), second(loss_of(plain)))
+
+
+def test_a_draw_with_another_mean_takes_no_gradient_of_the_divergence():
+    other = leaf(MEAN.detach() + 1)
+    draw, divergence = kl.known(other, RHO), gaussian_kl_sum(*kl.known(MEAN, RHO), 0.0, 1.0)
+    of_other, of_mean = torch.autograd.grad(draw[0].sum() + draw[1].sum() + divergence, (other, MEAN))
+    torch.testing.assert_close((of_other, of_mean), (torch.ones_like(other), MEAN.detach()))
+
+
+def test_a_divergence_of_a_draw_leaves_its_gradient_to_it(monkeypatch):
+    """So that there is one vector less. Not of another backward pass, or where torch does not tell."""
+    ran = []
+    monkeypatch.setattr(kl.GaussianKL, "backward", lambda *_: ran.append(1) or (None,) * 5)
+    mean, std = kl.known(MEAN, RHO)
+    divergence = gaussian_kl_sum(*kl.known(MEAN, RHO), 0.0, 1.0)
+    (mean.sum() + std.sum() + divergence).backward()
+    assert not ran
+    monkeypatch.setattr(kl, "backward_pass", lambda node: None)
+    gaussian_kl_sum(*kl.known(MEAN, RHO), 0.0, 1.0).backward()
+    assert ran
