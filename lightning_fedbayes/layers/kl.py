@@ -82,7 +82,7 @@ class GaussianKL(torch.autograd.Function):
     def forward(mean: Tensor, std: Tensor, prior_mean: Tensor | float, prior_std: Tensor | float, kept: int) -> Tensor:
         """The sum, of shape (\\*kept)."""
         shift, ratio = standardised(mean, std, prior_mean, prior_std)
-        terms = torch.rsub(ratio.log(), -1, alpha=2).addcmul_(ratio, ratio).addcmul_(shift, shift)
+        terms = ratio.log().mul_(-2).sub_(1).addcmul_(ratio, ratio).addcmul_(shift, shift)
         return terms.flatten(kept).sum(-1) / 2
 
     @staticmethod
