@@ -6,7 +6,7 @@ import itertools
 import pickle
 import random
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -28,6 +28,10 @@ LARGE, LONG = 2**24, 1000
 """Bytes up to which tensors and arrays are copied; and number of entries up to which containers are looked into."""
 LIBRARIES = ("torch", "lightning", "lightning_fedbayes", "lightning_fabric", "torchmetrics", "bayesian_torch")
 """Objects of these packages are compared by identity. Modules are compared one by one."""
+Location = tuple[dict[str, Any], str]
+"""A dict of a module, and the key there."""
+Swap = tuple[Location, Any]
+"""A location, and its value for a while."""
 
 
 class Snapshot:
@@ -145,6 +149,32 @@ class ModuleState:
         for name in self.written():
             tensor, _, values = self.tensors[name]
             write(tensor, values)
+
+
+class swapped:
+    """Inside, each location holds its value. A class, because every step enters one."""
+
+    __slots__ = ("_before", "_swaps")
+
+    def __init__(self, swaps: list[Swap]) -> None:
+        self._swaps = swaps
+
+    def __enter__(self) -> None:
+        self._before = [holder.get(name, ABSENT) for (holder, name), _ in self._swaps]
+        for (holder, name), value in self._swaps:
+            holder[name] = value
+
+    def __exit__(self, *_: object) -> None:
+        for ((holder, name), _value), before in zip(self._swaps, self._before):
+            if before is ABSENT:
+                holder.pop(name, None)
+            else:
+                holder[name] = before
+
+
+def with_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> swapped:
+    """Inside, ``module`` has these ``attributes``, set without the 1 µs that each costs through ``nn.Module``."""
+    return swapped([((vars(module), name), value) for name, value in attributes.items()])
 
 
 class RoundState:

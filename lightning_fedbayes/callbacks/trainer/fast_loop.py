@@ -7,7 +7,6 @@ over what ``training_step`` reads of the Trainer: a stack of clients has no sing
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_fedbayes.callbacks.trainer.strategy import ClientParallelStrategy
 from lightning_fedbayes.clients.context import Step, loss_and_rest, takes_index
 from lightning_fedbayes.clients.engine import Engine
+from lightning_fedbayes.clients.snapshot import swapped
 from lightning_fedbayes.clients.states import drop_gradients
 from lightning_fedbayes.core.errors import CannotVectorize
 
@@ -223,15 +223,7 @@ class WatchedTrainer:
         return getattr(self._watched, name)
 
 
-@contextmanager
-def watched(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
+def watched(trainer: L.Trainer, module: L.LightningModule) -> swapped:
     """Inside, ``module`` finds a :class:`WatchedTrainer` in place of its Trainer."""
     modules = [each for each in module.modules() if isinstance(each, L.LightningModule)]
-    before = [each._trainer for each in modules]
-    for each in modules:
-        vars(each)["_trainer"] = WatchedTrainer(trainer)
-    try:
-        yield
-    finally:
-        for each, trainer_before in zip(modules, before, strict=True):
-            vars(each)["_trainer"] = trainer_before
+    return swapped([((vars(each), "_trainer"), WatchedTrainer(trainer)) for each in modules])

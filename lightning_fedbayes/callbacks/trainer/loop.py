@@ -24,6 +24,7 @@ from lightning_fedbayes.clients.context import Course, TrainingContext
 from lightning_fedbayes.clients.engine import Engine
 from lightning_fedbayes.clients.loader import FederatedLoader
 from lightning_fedbayes.clients.settings import FederationSettings
+from lightning_fedbayes.clients.snapshot import with_attributes
 from lightning_fedbayes.clients.states import options_of
 from lightning_fedbayes.core.errors import FederationError, shown
 from lightning_fedbayes.core.exchange import Collective
@@ -378,15 +379,11 @@ def optimizers_of(module: L.LightningModule) -> tuple[list[Optimizer], bool]:
             asked.append(1000)
             return 1000
 
-    before = module._trainer
-    vars(module)["_trainer"] = Known()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), with_attributes(module, {"_trainer": Known()}):
         try:
             return _configure_optimizers(module.configure_optimizers())[0], bool(asked)  # pyright: ignore
         except Exception:  # whatever the user's code needs
             return [], bool(asked)
-        finally:
-            vars(module)["_trainer"] = before
 
 
 class _Batches:

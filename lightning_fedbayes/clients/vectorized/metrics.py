@@ -12,9 +12,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_fedbayes.clients.context import LOGGED, SIGNATURE, TrainingContext, TrainingLog, is_epoch_mean
-from lightning_fedbayes.clients.snapshot import Snapshot
+from lightning_fedbayes.clients.snapshot import Snapshot, Swap, swapped, with_attributes
 from lightning_fedbayes.clients.vectorized.schedule import Slots, add_rows
-from lightning_fedbayes.clients.vectorized.swap import Swap, swapped, with_attributes
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.private_torch import has_forward_hook, tree_flatten, tree_map, tree_unflatten
 

@@ -25,14 +25,13 @@ from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, t
 from lightning_fedbayes.clients.engine import threads_for
 from lightning_fedbayes.clients.loader import FailedBatch, FederatedLoader
 from lightning_fedbayes.clients.model import ResidentModel
-from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes, ModuleState, Snapshot, noted_buffers
+from lightning_fedbayes.clients.snapshot import LIBRARIES, Modes, ModuleState, Snapshot, noted_buffers, with_attributes
 from lightning_fedbayes.clients.states import Client, ClientState, options_of, parameters_of
 from lightning_fedbayes.clients.vectorized.metrics import StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise
 from lightning_fedbayes.clients.vectorized.schedule import stack_batches
 from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from lightning_fedbayes.clients.vectorized.step import StackedStep
-from lightning_fedbayes.clients.vectorized.swap import with_attributes
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize
 from lightning_fedbayes.core.seeding import random_state

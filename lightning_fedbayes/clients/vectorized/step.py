@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_fedbayes.clients.context import TrainingContext, loss_and_rest, takes_index
 from lightning_fedbayes.clients.model import REPLACED, Tensors
-from lightning_fedbayes.clients.snapshot import Modes
+from lightning_fedbayes.clients.snapshot import Modes, with_attributes
 from lightning_fedbayes.clients.vectorized.gaussians import GaussianParameters, JointDraws, StackedPriors
 from lightning_fedbayes.clients.vectorized.metrics import BatchValue, StackedTrainingLog
 from lightning_fedbayes.clients.vectorized.operations import StackedOperations
-from lightning_fedbayes.clients.vectorized.swap import ParameterSwap, with_attributes
+from lightning_fedbayes.clients.vectorized.swap import ParameterSwap
 from lightning_fedbayes.core import private_torch
 from lightning_fedbayes.core.errors import CannotVectorize, FederationError
 

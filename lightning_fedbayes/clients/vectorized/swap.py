@@ -1,17 +1,11 @@
-"""Swap of a module's tensors and attributes for the time of a step."""
+"""Swap of a module's tensors for the time of a step."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fedbayes.clients.snapshot import ABSENT
+from lightning_fedbayes.clients.snapshot import Location, Swap, swapped
 from lightning_fedbayes.core.private_torch import flat_weights
-
-Location = tuple[dict[str, Any], str]
-"""A dict of a module, and the key there."""
-Swap = tuple[Location, Any]
-"""A location, and its value for a while."""
 
 
 class ParameterSwap:
@@ -43,36 +37,10 @@ class ParameterSwap:
         tensors, attribute = self._locations[name][0]
         return tensors[attribute]
 
-    def using(self, tensors: Mapping[str, Tensor]) -> "swapped":
+    def using(self, tensors: Mapping[str, Tensor]) -> swapped:
         """Inside, the module holds ``tensors`` (dotted name → tensor of any shape)."""
         swaps: list[Swap] = [(each, tensor) for name, tensor in tensors.items() for each in self._locations[name]]
         for layer, weights in self._recurrent:
             kept = flat_weights([tensors.get(name, weight) for name, weight in weights])
             swaps += [((vars(layer), attribute), value) for attribute, value in kept.items()]
         return swapped(swaps)
-
-
-class swapped:
-    """Inside, each location holds its value. A class, because every step enters one."""
-
-    __slots__ = ("_before", "_swaps")
-
-    def __init__(self, swaps: list[Swap]) -> None:
-        self._swaps = swaps
-
-    def __enter__(self) -> None:
-        self._before = [holder.get(name, ABSENT) for (holder, name), _ in self._swaps]
-        for (holder, name), value in self._swaps:
-            holder[name] = value
-
-    def __exit__(self, *_: object) -> None:
-        for ((holder, name), _value), before in zip(self._swaps, self._before):
-            if before is ABSENT:
-                holder.pop(name, None)
-            else:
-                holder[name] = before
-
-
-def with_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> swapped:
-    """Inside, ``module`` has these ``attributes``, set without the 1 µs that each costs through ``nn.Module``."""
-    return swapped([((vars(module), name), value) for name, value in attributes.items()])
