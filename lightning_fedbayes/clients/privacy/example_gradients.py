@@ -18,7 +18,6 @@ The noise is drawn once more from the state in which the forward pass found torc
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +59,12 @@ def example_gradients(layer: BayesianAffine, activations: list[Tensor], backprop
     gradients = {weight: weight_step}
     if bias is not None:
         gradients[bias] = bias_step
-    with generator_state(layer.__dict__[STATES].pop(), x.device):
+    state, device = layer.__dict__[STATES].pop(), x.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
         spread, bias_spread = std_gradients(layer, x, backprops, weight_step, bias_step)
     gradients[rho] = spread * rho.sigmoid()
     if layer.rho_bias is not None:
@@ -103,18 +107,6 @@ def affine_gradients(layer: BayesianAffine, x: Tensor, backprops: Tensor) -> tup
         return pull(backprop[None])
 
     return torch.vmap(of_one)(x, backprops)
-
-
-@contextmanager
-def generator_state(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Inside, torch's generator of ``device`` draws from ``state``. Its own state returns afterwards."""
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if cuda else []):
-        if cuda:
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-        yield
 
 
 ALTERNATIVES = {
