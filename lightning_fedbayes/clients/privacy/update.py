@@ -11,7 +11,7 @@ from lightning_fedbayes.clients.privacy.accountant import check_clip, check_delt
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FederationError, FusionError, NotSent
 from lightning_fedbayes.core.messages import EPSILONS, ClientUpdate, Kind
-from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_zero
+from lightning_fedbayes.core.posterior import GaussianPosterior, check_posterior, is_random
 from lightning_fedbayes.core.seeding import private_normal
 from lightning_fedbayes.fusion.accumulator import check_structure
 
@@ -49,12 +49,8 @@ def privatised(
     mean, variance = posterior.flatten()
     mean_before, variance_before = previous.flatten()
     # a tensor is Gaussian as a whole, by the global posterior, which everybody knows: the client's would tell something
-    gaussian = torch.cat(
-        [
-            torch.full((like.numel(),), not is_zero(previous.variance[name]) and bool(previous.variance[name].any()))
-            for name, like in previous.mean.items()
-        ]
-    ).to(mean.device)
+    random = [torch.full((like.numel(),), is_random(previous.variance[name])) for name, like in previous.mean.items()]
+    gaussian = torch.cat(random).to(mean.device)
     log_variance, log_before = (
         each[gaussian].clamp_min(SMALLEST_VARIANCE).log() for each in (variance, variance_before)
     )
