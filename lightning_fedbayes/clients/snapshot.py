@@ -260,12 +260,10 @@ def own_attributes() -> frozenset[str]:
 
 def fingerprint(value: Any, depth: int = 4) -> Any:
     """Return a fingerprint that changes when ``value`` is replaced or written into. Of unknown objects the identity."""
-    if type(value) in UNCHANGING:
+    if isinstance(value, UNCHANGING):
         return value
     if isinstance(value, Tensor):
         return id(value), version_if_any(value)
-    if isinstance(value, int | float | complex | str | bytes):
-        return value
     if isinstance(value, np.ndarray):
         return id(value), value.tobytes() if value.nbytes <= LARGE else value.shape
     if isinstance(value, GENERATORS):
