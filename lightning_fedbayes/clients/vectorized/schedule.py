@@ -268,8 +268,6 @@ class _Like:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Like) and repr(self) == repr(other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
 
 def _flatten(batch: UserDict) -> tuple[list[Any], _Like]:
     return list(batch.data.values()), _Like(batch)
