@@ -311,10 +311,8 @@ class Evaluator:
     def complete(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Predict if readers have asked for predictions and have none."""
         if not trainer.sanity_checking and self._open(trainer, module) and self._asks and not self._has_given:
-            try:
+            with suppress(FedBayesError):
                 self.predictions(trainer, module)
-            except FedBayesError:
-                return
 
     def predictions(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Predicted]:
         """Return each client's or loader's predictions by name, on the CPU. Raise FedBayesError if there are none."""

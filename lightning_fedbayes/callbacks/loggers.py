@@ -4,6 +4,7 @@ import netrc
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,7 @@ def has_account(host: str) -> bool:
     """Return True if ``wandb login`` has stored a key for ``host`` in the user's netrc file."""
     places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     for place in places:
-        try:
+        with suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(Path(place).expanduser()).authenticators(host):
                 return True
-        except (OSError, netrc.NetrcParseError):
-            continue
     return False
