@@ -69,7 +69,12 @@ def compare(arguments: list[str]) -> int:
             else:
                 results.save(folder, configuration, runs)
     if runs:
-        _report(folder, runs)
+        from lightning_fedbayes.core.tables import markdown_table
+
+        text = markdown_table(*results.table(runs))
+        (folder / "table.md").write_text(f"{text}\n")
+        print(f"{text}\n\nResults: {folder}")
+        results.draw(folder, runs)
     print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
     return 1 if failures else 0
 
@@ -113,12 +118,3 @@ def _train(settings: list[str], fusion: str, seed: int, folder: Path, project: s
     if project is not None:
         cli.trainer.loggers[1].experiment.finish()  # pyright: ignore[reportAttributeAccessIssue]
     return Run(fusion, seed, read_curves(home / METRICS))
-
-
-def _report(folder: Path, runs: list[Run]) -> None:
-    from lightning_fedbayes.core.tables import markdown_table
-
-    text = markdown_table(*results.table(runs))
-    (folder / "table.md").write_text(f"{text}\n")
-    print(f"{text}\n\nResults: {folder}")
-    results.draw(folder, runs)
