@@ -175,7 +175,7 @@ def evaluate_clients(
         collate_fn: list of examples → batch, as for a DataLoader of graphs. None: torch's.
     """
     errors.check_kind("clients", clients, ClientDatasets, "give a ClientDatasets of their data", error=FedBayesError)
-    _check_pass(batch_size, seed)
+    check_pass(batch_size, seed)
     remedy = "give a function, list of examples → batch"
     errors.check_kind("collate_fn", collate_fn, Callable | None, remedy, error=FedBayesError)
     scores, sizes = dict[str, dict[str, float]](), dict[str, int]()
@@ -190,7 +190,8 @@ def evaluate_clients(
     return ClientScores.of(sizes, scores)
 
 
-def _check_pass(batch_size: int, seed: int) -> None:
+def check_pass(batch_size: int, seed: int) -> None:
+    """Raise FedBayesError unless examples can be predicted in batches of this size, by draws from ``seed``."""
     errors.check_at_least("batch_size", batch_size, 1, error=FedBayesError)
     errors.check_at_least("seed", seed, -errors.LARGEST, error=FedBayesError)
 
@@ -388,7 +389,7 @@ def choose_personal_weight(
         errors.check_number("weights", weight, "[0, 1]", error=FedBayesError)
     if not callable(posterior_of):
         raise FedBayesError(f"posterior_of={errors.shown(posterior_of)}: give a function, weight → posterior")
-    _check_pass(batch_size, seed)
+    check_pass(batch_size, seed)
     scores = {}
     for weight in sorted(weights):
         with errors.raised_as(FedBayesError, f"posterior_of({weight})", "give a function, weight → posterior"):

@@ -76,8 +76,7 @@ def rows_of_clients(
     """Yield each client's name and rows (:func:`predictions_of`). With ``numbers`` by ``predict_step`` if possible."""
     errors.check_kind("predictive", predictive, nn.Module, "give a torch.nn.Module", error=FedBayesError)
     check_by_example(predictive, UNSCALED)
-    errors.check_at_least("batch_size", batch_size, 1, error=FedBayesError)
-    errors.check_at_least("seed", seed, -errors.LARGEST, error=FedBayesError)
+    evaluation.check_pass(batch_size, seed)
     errors.check_at_least("first", first, 0, error=FedBayesError)
     steps = numbers and isinstance(predictive, L.LightningModule) and evaluation.has_predict_step(predictive)
     predict: Any = evaluation.predicted if steps else evaluation.rows_by_outputs
