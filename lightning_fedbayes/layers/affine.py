@@ -178,13 +178,12 @@ class BayesianConv(BayesianAffine):
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
             if channels % groups:
                 raise ConversionError(f"{name}={channels} is not a multiple of groups={groups}; {ORDER}")
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         if output_padding is not None:
             if not transposed:
                 raise ConversionError(f"output_padding={shown(output_padding)} is of transposed convolutions only")
             check_sizes("output_padding", output_padding, self.dims, 0)
             extra["output_padding"] = output_padding
-        extra |= {"bias": bias, "device": device, "dtype": dtype}
         values = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
         template: Any = self.deterministic(**dict(zip(GEOMETRY, values)), **extra)
         prior = choose_prior(prior_mean, prior_variance, prior_std, prior)
