@@ -15,7 +15,6 @@ from lightning_fedbayes.callbacks.calibration import FederatedConformal, Federat
 from lightning_fedbayes.callbacks.calibration.callback import data_of
 from lightning_fedbayes.callbacks.calibration.scores import GRIDS, checked_pair
 from lightning_fedbayes.callbacks.calibration.temperature import message_of
-from lightning_fedbayes.clients.privacy import Door
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.errors import FedBayesError, FederationError, FusionError, told_failures
 from lightning_fedbayes.core.messages import Kind, Message
@@ -132,13 +131,6 @@ def answer(
     scores = conformal.scores_of(module, {name: dataset}, temperature, batch_size, seed, first=client)
     sketch = conformal.sketch(scores[name])
     return sketch.noisy(request["epsilon"], secrets.token_hex(32)) if request["epsilon"] else sketch
-
-
-def kind_of_answer(request: Mapping[str, Any], door: Door) -> Kind:
-    """Return the kind of the answer to a request. Raise NotSent if that must not leave the client."""
-    kind: Kind = "temperature" if request["kind"] == TEMPERATURE else "counts"
-    door.check(kind, request["epsilon"] or None)
-    return kind
 
 
 TWICE: tuple[str, ...] = ("epsilon", "epsilon_again")

@@ -16,12 +16,12 @@ from lightning_fedbayes.clients.model import ResidentModel
 from lightning_fedbayes.clients.privacy import Door, UpdatePrivacy, check_no_buffers
 from lightning_fedbayes.clients.settings import BufferPolicy, FederationSettings, Fusion, Keep, Source
 from lightning_fedbayes.core import errors
-from lightning_fedbayes.core.messages import Message
+from lightning_fedbayes.core.messages import Kind, Message
 from lightning_fedbayes.core.quiet import without_banners
 from lightning_fedbayes.data.partition import Partition
 from lightning_fedbayes.methods import get_method
 from lightning_fedbayes.transport import one_shot as once
-from lightning_fedbayes.transport.calibration import answer, count_noise, kind_of_answer, own_data
+from lightning_fedbayes.transport.calibration import TEMPERATURE, answer, count_noise, own_data
 from lightning_fedbayes.transport.checkpoint import StateFile
 from lightning_fedbayes.transport.messages import check_version, posterior_in, tensors_of
 from lightning_fedbayes.transport.training import ClientTraining, Task
@@ -212,7 +212,9 @@ class RemoteClient:
     def _calibrate(self, question: Question, data: Data) -> Message:
         """Answer a question about the client's validation data, to calibrate the posterior that the server sends."""
         task = question.task({})
-        request, kind = question.config, kind_of_answer(question.config, self.door)
+        request = question.config
+        kind: Kind = "temperature" if request["kind"] == TEMPERATURE else "counts"
+        self.door.check(kind, request["epsilon"] or None)
         datamodule = data()
         datamodule.prepare_data()
         datamodule.setup("validate")
