@@ -2,8 +2,8 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fedbayes.clients import states as client_states
 from lightning_fedbayes.clients.learned import MOMENTS
+from lightning_fedbayes.clients.snapshot import swapped
 from lightning_fedbayes.clients.states import OptimizerState, copied, has_own_state, options_of, parameters_of
 from lightning_fedbayes.clients.vectorized.schedule import Slots, put_rows, slots_of, take_rows
 from lightning_fedbayes.core.errors import CannotVectorize
@@ -209,17 +210,9 @@ def _by_row(rows: Tensor) -> tuple[int, ...]:
     return (len(rows), *[1] * (rows.dim() - 1))
 
 
-@contextmanager
-def _counting_by_row(optimizer: Optimizer) -> Iterator[None]:
+def _counting_by_row(optimizer: Optimizer) -> swapped:
     """Inside, torch's optimizers compute with numbers of steps as tensors, which may have an entry per row."""
-    before = [group.get("differentiable") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["differentiable"] = True
-    try:
-        yield
-    finally:
-        for group, value in zip(optimizer.param_groups, before):
-            group["differentiable"] = value
+    return swapped([((group, "differentiable"), True) for group in optimizer.param_groups])
 
 
 def _equal(first: OptimizerState, second: OptimizerState) -> bool:
