@@ -246,7 +246,7 @@ class FederatedBayes(TrainsClients):
     def _federate(self, trainer: L.Trainer, loader: Any) -> FederatedLoader:
         """Return the federation's loader for the user's training ``loader``."""
         before = self._loader
-        if before is not None and not self._loop.reloads_data:
+        if before is not None and not self._loop.trainer.reload_dataloaders_every_n_epochs:
             return before
 
         plan = partial(self._planned, trainer, self._loop)
@@ -294,7 +294,7 @@ class FederatedBayes(TrainsClients):
         self._federation, self.settings = federation, federation.settings
         if earlier is not None:
             checks.check_same_federation(trainer, earlier["settings"], self.described())
-            if not loop.reloads_data:
+            if not loop.trainer.reload_dataloaders_every_n_epochs:
                 checks.check_same_data(loader.clients, earlier.get("digests", ()))
             federation.load_state_dict(earlier)
             self._report.load_state_dict(earlier["report"])

@@ -149,11 +149,6 @@ class FitLoop:
         """Most batches of each client, and most clients in a round: two with ``fast_dev_run``."""
         return {"limit": self._limit, "clients_in_a_round": 2 if self.trainer.fast_dev_run else None}
 
-    @property
-    def reloads_data(self) -> bool:
-        """True if the Trainer asks for its loaders again during the fit."""
-        return bool(self.trainer.reload_dataloaders_every_n_epochs)
-
     def set_length(self, num_batches: int) -> None:
         """Let the epoch that begins have ``num_batches``. Lightning itself would keep the first epoch's length."""
         self._fit.max_batches = num_batches
