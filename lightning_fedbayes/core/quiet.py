@@ -34,16 +34,14 @@ def environment(**values: str) -> Iterator[None]:
     ...     os.environ["WANDB_NAME"]
     'inside'
     """
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in values.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextmanager
