@@ -35,7 +35,7 @@ State = dict[str, Any]
 Sums = dict[Tensor, Sum]
 Factors = list[Any]
 Part = dict[str, list[Tensor]]
-"""What a tensor is → that tensor of each parameter."""
+"""Kind of tensor → the tensor of each parameter."""
 
 
 def factors(values: list[Tensor], like: list[Tensor]) -> list[float] | list[Tensor]:
