@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fedbayes.core.errors import ConversionError, check_at_least, check_choice, shown
 from lightning_fedbayes.layers import functional
 from lightning_fedbayes.layers.base import BayesianAffine, check_template
-from lightning_fedbayes.layers.functional import FlipoutNoise, Normal, Op
+from lightning_fedbayes.layers.functional import FlipoutNoise, Op
 from lightning_fedbayes.layers.priors import Prior, choose_prior
 
 Size = int | tuple[int, ...]
@@ -223,9 +223,9 @@ class Convolution(BayesianConv):
             x, padding = F.pad(x, margins(self.padding, self.kernel_size, self.dilation), mode=self.padding_mode), 0
         return CONVOLVE[self.deterministic](x, weight, bias, self.stride, padding, self.dilation, groups)
 
-    def flipout(self, op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
+    def flipout(self, op: Op, x: Tensor, weight: Tensor, bias: Tensor | None, noise: FlipoutNoise) -> Tensor:
         """Output of Flipout, by the cheaper of two ways to compute it."""
-        if functional.one_convolution_is_cheaper(x, weight.mean, self.stride):
+        if functional.one_convolution_is_cheaper(x, weight, self.stride):
             return functional.flipout_by_example(self.grouped_op, x, weight, bias, noise, self.groups)
         return super().flipout(op, x, weight, bias, noise)
 

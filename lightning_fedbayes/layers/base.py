@@ -230,17 +230,18 @@ class BayesianAffine(BayesianLayer):
                 return op(x, weight, bias_mean)
             weight, bias = draw([weight_mean, bias_mean], [weight_rho, self.rho_bias])
             return op(x, weight, bias)
-        weight, bias = Normal(*known(weight_mean, weight_rho)), None
-        if bias_mean is not None:
-            bias = Normal(bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
         if self.estimator == "local_reparameterization":
+            weight, bias = Normal(*known(weight_mean, weight_rho)), None
+            if bias_mean is not None:
+                bias = Normal(bias_mean, None if self.rho_bias is None else softplus_std(self.rho_bias))
             mean, std = functional.output_moments(op, x, weight, bias)
             return mean + std * torch.randn_like(mean)
-        bias_like = self.mu_bias
-        draws = torch.randn_like(weight_mean), None if bias_like is None else torch.randn_like(bias_like)
-        return self.flipout(op, x, weight, bias, FlipoutNoise(*draws, *random_signs(self.sign_shapes(x), x)))
+        weight_mean, change = known(weight_mean, weight_rho, draws=True)
+        biases = () if self.mu_bias is None or self.rho_bias is None else known(self.mu_bias, self.rho_bias, draws=True)
+        noise = FlipoutNoise(change, biases[1] if biases else None, *random_signs(self.sign_shapes(x), x))
+        return self.flipout(op, x, weight_mean, bias_mean, noise)
 
-    def flipout(self, op: functional.Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
+    def flipout(self, op: functional.Op, x: Tensor, weight: Tensor, bias: Tensor | None, noise: FlipoutNoise) -> Tensor:
         """Output of Flipout. Arguments as for :func:`~lightning_fedbayes.layers.functional.flipout`."""
         return functional.flipout(op, x, weight, bias, noise)
 

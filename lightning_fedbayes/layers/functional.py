@@ -96,8 +96,8 @@ def output_moments(op: Op, x: Tensor, weight: Normal, bias: Normal | None) -> tu
 
 
 class FlipoutNoise(NamedTuple):
-    """Noise of one call of Flipout: standard normal draws for weight and bias (None if it is deterministic or missing),
-    and signs s and r, ±1 per example and channel, of size 1 along space and time."""
+    r"""Noise of one call of Flipout: :math:`\sigma \odot \epsilon` of weight and bias (None if it is deterministic or
+    missing), and signs s and r, ±1 per example and channel, of size 1 along space and time."""
 
     weight: Tensor
     bias: Tensor | None
@@ -105,24 +105,17 @@ class FlipoutNoise(NamedTuple):
     output_signs: Tensor
 
 
-def perturbation(parameter: Normal, noise: Tensor) -> Tensor:
-    r""":math:`\sigma \odot \epsilon`."""
-    assert parameter.std is not None
-    return parameter.std * noise
-
-
-def flipout(op: Op, x: Tensor, weight: Normal, bias: Normal | None, noise: FlipoutNoise) -> Tensor:
+def flipout(op: Op, x: Tensor, weight: Tensor, bias: Tensor | None, noise: FlipoutNoise) -> Tensor:
     r"""Output at weight perturbations that are uncorrelated between examples, at the price of two calls of ``op``.
 
     .. math:: y = \mathrm{op}(x, \mu) + \mathrm{op}(x \odot s, \sigma \odot \epsilon) \odot r
 
-    with the deterministic layer ``op`` and its input x, (batch, \*). One perturbation is shared by the batch. An
-    example sees it with random signs. A bias is the weight of a constant input. Source: Wen et al. 2018, equation (4).
+    with the deterministic layer ``op``, its input x, (batch, \*), and the means of weight and bias. One perturbation is
+    shared by the batch. An example sees it with random signs. A bias is the weight of a constant input. Source: Wen et
+    al. 2018, equation (4).
     """
-    mean = op(x, weight.mean, None if bias is None else bias.mean)
-    bias_delta = None if bias is None or noise.bias is None else perturbation(bias, noise.bias)
-    delta = op(x * noise.input_signs, perturbation(weight, noise.weight), bias_delta)
-    return torch.addcmul(mean, delta, noise.output_signs.to(delta.dtype))
+    delta = op(x * noise.input_signs, noise.weight, noise.bias)
+    return torch.addcmul(op(x, weight, bias), delta, noise.output_signs.to(delta.dtype))
 
 
 GroupedConvolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
@@ -145,7 +138,7 @@ def one_convolution_is_cheaper(x: Tensor, kernel: Tensor, stride: tuple[int, ...
 
 
 def flipout_by_example(
-    convolve: GroupedConvolution, x: Tensor, kernel: Normal, bias: Normal | None, noise: FlipoutNoise, groups: int
+    convolve: GroupedConvolution, x: Tensor, kernel: Tensor, bias: Tensor | None, noise: FlipoutNoise, groups: int
 ) -> Tensor:
     r"""Compute :func:`flipout` of a convolution, up to rounding, by one grouped convolution: a kernel per example.
 
@@ -157,20 +150,18 @@ def flipout_by_example(
     """
     batch, ones = len(x), (1,) * (x.dim() - 2)
     r, s = noise.output_signs.view(batch, groups, -1, 1), noise.input_signs.view(batch, groups, 1, -1)
-    signs = (r * s).view(batch, *kernel.mean.shape[:2], *ones)
-    kernels = torch.addcmul(kernel.mean, perturbation(kernel, noise.weight), signs).flatten(0, 1)
+    signs = (r * s).view(batch, *kernel.shape[:2], *ones)
+    kernels = torch.addcmul(kernel, noise.weight, signs).flatten(0, 1)
     output = convolve(x.reshape(1, -1, *x.shape[2:]), kernels, biases(bias, noise), batch * groups)
     return output.view(batch, -1, *output.shape[2:])
 
 
-def biases(bias: Normal | None, noise: FlipoutNoise) -> Tensor | None:
+def biases(bias: Tensor | None, noise: FlipoutNoise) -> Tensor | None:
     """Concatenate the biases of all examples: (batch · out_channels,)."""
     if bias is None:
         return None
     signs = noise.output_signs.flatten(1)
-    if noise.bias is None:
-        return bias.mean.expand_as(signs).flatten()
-    return torch.addcmul(bias.mean, perturbation(bias, noise.bias), signs).flatten()
+    return (bias.expand_as(signs) if noise.bias is None else torch.addcmul(bias, noise.bias, signs)).flatten()
 
 
 def with_tallies(output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, op: Op, dims: int) -> Tensor:

@@ -167,43 +167,53 @@ class Known(torch.autograd.Function):
     """Identity of ρ → the last call, as long as its output's graph waits for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean, and the standard deviations of ``rho``."""
+    def forward(ctx: Any, mean: Tensor, rho: Tensor, draws: bool) -> tuple[Tensor, Tensor]:
+        """Return what :func:`known` does."""
         last: Any = Known.values.get(id(rho))
         if last is None or last.std is None or last.mean is not mean or last.version != version_if_any(rho):
             last, std = ctx, softplus_std(rho)
         else:
             std = last.std.view_as(rho)
-        ctx.save_for_backward(mean, rho, std)
+        change = torch.randn_like(mean).mul_(std) if draws else std
+        ctx.save_for_backward(mean, rho, std, change)
         ctx.set_materialize_grads(False)
         ctx.std, ctx.version, ctx.draw = std.detach(), version_if_any(rho), ref(last)
-        ctx.mean, ctx.pulls, ctx.ran = mean, {}, None
+        ctx.mean, ctx.draws, ctx.pulls, ctx.ran = mean, draws, {}, None
         Known.values[id(rho)] = ctx
-        return mean.view_as(mean), std
+        return mean.view_as(mean), change
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        """Return the gradients of the mean and of ρ."""
-        (of_mean, of_std), (mean, rho, std) = gradients, ctx.saved_tensors
-        ctx.std, ctx.ran = None, backward_pass(ctx)
+        """Return the gradients of the mean and of ρ, in place unless they are differentiated again."""
+        (of_mean, of_std), (mean, rho, std, change) = gradients, ctx.saved_tensors
+        ctx.std, ctx.ran, is_kept = None, backward_pass(ctx), torch.is_grad_enabled()
+        if of_std is not None and ctx.draws:
+            noise = change.detach() / std.detach()
+            of_std = of_std * noise if is_kept else noise.mul_(of_std)
         for pull, centre, width in ctx.pulls.pop(ctx.ran, ()):
             shift, scale = mean if centre == 0 else mean - centre, pull if width == 1 else pull / width**2
             of_mean = shift * scale if of_mean is None else torch.addcmul(of_mean, shift, scale)
-            of_std = std * scale if of_std is None else torch.addcmul(of_std, std, scale)
+            of_std = (
+                std * scale if of_std is None else torch.addcmul(of_std, std, scale, out=of_std if ctx.draws else None)
+            )
             of_std.addcdiv_(pull, std, value=-1)
         if of_std is None:
-            return of_mean, None
-        slope = rho.sigmoid()  # in place unless it is differentiated again
-        return of_mean, of_std * slope if torch.is_grad_enabled() else slope.mul_(of_std)
+            return of_mean, None, None
+        slope = rho.sigmoid()
+        return of_mean, of_std * slope if is_kept else slope.mul_(of_std), None
 
 
-def known(mean: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and :func:`~lightning_fedbayes.layers.functional.softplus_std`, by :class:`Known` if it is large."""
+def known(mean: Tensor, rho: Tensor, draws: bool = False) -> tuple[Tensor, Tensor]:
+    r"""Return a parameter's mean and :func:`~lightning_fedbayes.layers.functional.softplus_std`.
+
+    With ``draws`` mean and :math:`\sigma \odot \epsilon`, by torch's global generator. Large ones by :class:`Known`.
+    """
     trained = rho.requires_grad and torch.is_grad_enabled() and rho.numel() >= SMALL
     if trained and not torch.compiler.is_compiling() and not has_torch_function((mean, rho)):
         with suppress(RuntimeError):  # of a transform of torch.func, whose tensors must not outlive it
-            return cast("tuple[Tensor, Tensor]", Known.apply(mean, rho))
-    return mean, softplus_std(rho)
+            return cast("tuple[Tensor, Tensor]", Known.apply(mean, rho, draws))
+    std = softplus_std(rho)
+    return mean, std * torch.randn_like(mean) if draws else std
 
 
 class JointDraw(torch.autograd.Function):
