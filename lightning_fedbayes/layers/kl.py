@@ -186,10 +186,9 @@ class Known(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
         """Return the gradients of the mean and of ρ, in place unless they are differentiated again."""
         (of_mean, of_std), (mean, rho, std, change) = gradients, ctx.saved_tensors
-        ctx.std, ctx.ran, is_kept = None, backward_pass(ctx), torch.is_grad_enabled()
+        ctx.std, ctx.ran = None, backward_pass(ctx)
         if of_std is not None and ctx.draws:
-            noise = change.detach() / std.detach()
-            of_std = of_std * noise if is_kept else noise.mul_(of_std)
+            of_std = (change.detach() / std.detach()).mul_(of_std)
         for pull, centre, width in ctx.pulls.pop(ctx.ran, ()):
             shift, scale = mean if centre == 0 else mean - centre, pull if width == 1 else pull / width**2
             of_mean = shift * scale if of_mean is None else torch.addcmul(of_mean, shift, scale)
@@ -200,7 +199,7 @@ class Known(torch.autograd.Function):
         if of_std is None:
             return of_mean, None, None
         slope = rho.sigmoid()
-        return of_mean, of_std * slope if is_kept else slope.mul_(of_std), None
+        return of_mean, of_std * slope if torch.is_grad_enabled() else slope.mul_(of_std), None
 
 
 def known(mean: Tensor, rho: Tensor, draws: bool = False) -> tuple[Tensor, Tensor]:

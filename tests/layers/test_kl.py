@@ -301,15 +301,17 @@ def test_the_divergence_takes_the_widths_of_the_draw_and_no_older_ones():
 
 
 def loss_of(known):
-    """A loss of three draws, one of them after the divergence, and the divergence, from (mean, ρ) to moments."""
-    draws = [known(mean, rho) for mean, rho in 2 * [(MEAN, RHO)]]
+    """A loss of three calls, one of them with noise and one after the divergence, and two divergences."""
+    torch.manual_seed(0)
+    draws = [known(MEAN, RHO, draws=noisy) for noisy in (False, True)]
     divergence = gaussian_kl_sum(*known(MEAN, RHO), 0.5, 2.0)
-    draws.append(known(MEAN, RHO))
+    divergence = divergence + gaussian_kl_sum(*known(MEAN, RHO), MEAN.detach().cos(), torch.full_like(RHO, 3.0))
+    draws.append(known(MEAN, RHO, draws=False))
     return sum((k * mean.sin() + std**3).sum() for k, (mean, std) in enumerate(draws, 1)), divergence
 
 
-def plain(mean, rho):
-    return mean, softplus_std(rho)
+def plain(mean, rho, draws=False):
+    return mean, softplus_std(rho) * (torch.randn_like(mean) if draws else 1)
 
 
 MEAN, RHO = (leaf(torch.randn(kl.SMALL, dtype=torch.float64)) for _ in range(2))
