@@ -10,9 +10,10 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import Normal as TorchNormal
 from torch.distributions import kl_divergence as torch_kl
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 from lightning_fedbayes.core.errors import ConversionError
-from lightning_fedbayes.layers import LinearReparameterization, NormalPrior, ScaleMixturePrior, kl
+from lightning_fedbayes.layers import LinearFlipout, LinearReparameterization, NormalPrior, ScaleMixturePrior, kl
 from lightning_fedbayes.layers.functional import softplus_std
 from lightning_fedbayes.layers.kl import JointDraw, Known, gaussian_kl_sum
 from tests.refusals import refusals
@@ -343,6 +344,21 @@ def test_a_draw_with_another_mean_takes_no_gradient_of_the_divergence():
     draw, divergence = kl.known(other, RHO), gaussian_kl_sum(*kl.known(MEAN, RHO), 0.0, 1.0)
     of_other, of_mean = torch.autograd.grad(draw[0].sum() + draw[1].sum() + divergence, (other, MEAN))
     torch.testing.assert_close((of_other, of_mean), (torch.ones_like(other), MEAN.detach()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_activations_leave_the_gradients_as_they_are(reentrant):
+    layer, x = LinearFlipout(160, 128), leaf(torch.randn(4, 160))
+
+    def gradients(output):
+        return torch.autograd.grad(output.square().sum() + layer.kl_loss(), [*layer.parameters()])
+
+    torch.manual_seed(0)
+    expected = gradients(layer(x))
+    torch.manual_seed(0)
+    layer.zero_grad()
+    (checkpoint(layer, x, use_reentrant=reentrant).square().sum() + layer.kl_loss()).backward()
+    torch.testing.assert_close([each.grad for each in layer.parameters()], [*expected], rtol=1e-5, atol=1e-5)
 
 
 def test_a_divergence_of_a_draw_leaves_its_gradient_to_it(monkeypatch):

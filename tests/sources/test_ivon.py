@@ -299,6 +299,17 @@ def test_a_step_by_pieces_is_that_of_each_parameter_alone(monkeypatch, kind, sam
         assert torch.allclose(trained(piece), alone, rtol=1e-5, atol=1e-7)
 
 
+def test_a_parameter_that_one_of_two_draws_uses_counts_its_gradient_as_half():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = fb.IVON([first, second], num_examples=10, samples=2, betas=(0.0, 0.0))
+    for _ in range(2):
+        draws = iter(((second,), (first, second)))
+        optimizer.step(lambda draws=draws: sum(4 * p.sum() for p in next(draws)).backward())
+    assert optimizer.state[first]["momentum"].tolist() == [2.0, 2.0]
+    assert optimizer.state[first]["square"].tolist() == [8.0, 8.0]
+    assert optimizer.state[second]["square"].tolist() == [16.0, 16.0]
+
+
 def test_draws_have_the_posterior_s_moments_and_leave_the_mean_unchanged():
     parameter = nn.Parameter(torch.full((20_000,), 0.1))
     optimizer = fb.IVON([parameter], num_examples=100, hessian_init=2.0)

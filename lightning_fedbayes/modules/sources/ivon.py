@@ -265,8 +265,10 @@ class IVON(Optimizer):
         states = [self.state[p] for p in parameters]
         foreach.add_([state["step"] for state in states], 1)
         tensors = {name: [state[name] for state in states] for name in self.stacked_keys if name in states[0]}
-        tensors |= {name: [*each] for name, each in zip(Sum._fields, zip(*sums)) if each[0] is not None}
+        tensors |= {name: [getattr(each, name) for each in sums] for name in ("gradient", "product")}
         tensors["mean"], like = parameters, tensors["precision"]
+        if draws > 1:
+            tensors["squares"] = [each.gradient.square() if each.squares is None else each.squares for each in sums]
         steps, scale = (factors([state[name] for state in states], like) for name in ("step", "examples"))
         shares = [each / (1 - group["betas"][0] ** step) for each, step in zip(scale, steps)]
         rate, newton, default = float(group["lr"]), None, group["prior_std"] ** -2
