@@ -154,15 +154,15 @@ def make_engine(
             from lightning_fedbayes.clients.vectorized import VectorizedEngine, probe  # here: only when it is used
         except ImportError as missing:
             raise CannotVectorize(f"torch lacks a private name that stacking needs: {missing}") from missing
-        probed = probe(context, model, loader, pair)
+        still, all_ = (sum(p.numel() for p in each.values()) for each in (model.frozen, model.parameters))
+        longest = (LARGEST_SHARED_STEP if still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP)[device]
+        probed = probe(context, model, loader, pair, longest if name == "auto" else None)
         if name == "auto" and context.is_coarse:
             raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
-        still, all_ = (sum(p.numel() for p in each.values()) for each in (model.frozen, model.parameters))
         most = max(1, STACK_BYTES[device] // max(probed.bytes_per_client, 1))
         at_once = settings.engine if isinstance(settings.engine, int) else most
         together = min(at_once, len(cohort))
-        limits = LARGEST_SHARED_STEP if together > 1 and still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP
-        if name == "auto" and probed.flops > limits[device]:
+        if name == "auto" and probed.flops > (longest if together > 1 else LARGEST_STEP[device]):
             raise CannotVectorize(f"a step is long ({probed.flops / 1e6:.0f} million operations), so it is faster")
     except CannotVectorize as reason:
         if name == "vectorized":

@@ -414,7 +414,7 @@ class FederatedTemperature(CalibrationCallback):
         of_classes = known is None or known.of_classes
         draws = callable(getattr(module, "sample", None))
         name = "predict_step" if not of_classes else "sample" if draws else "forward"
-        unscaled, before = getattr(module, name), vars(module).get(name)
+        unscaled, own = getattr(module, name), vars(module)
 
         def scaled(*args: Any, **options: Any) -> Any:
             found = unscaled(*args, **options)
@@ -426,14 +426,8 @@ class FederatedTemperature(CalibrationCallback):
             parts = ("variance", "aleatoric", "epistemic")
             return found._replace(**{part: factor * getattr(found, part) for part in parts})
 
+        self._scaled.callback(own.__setitem__ if name in own else own.pop, name, own.get(name))
         setattr(module, name, scaled)
-
-        def restore() -> None:
-            delattr(module, name)
-            if before is not None:
-                setattr(module, name, before)
-
-        self._scaled.callback(restore)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the module."""

@@ -59,17 +59,20 @@ class ProbeResult:
 
 
 def probe(
-    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client], most: float | None
 ) -> ProbeResult:
-    """Take one step of two clients as a stack, in a dry run. Raise CannotVectorize, with the reason, if none can."""
+    """Take one step of two clients as a stack, in a dry run. Raise CannotVectorize, with the reason, if none can.
+
+    Of a step that takes more than ``most`` operations no more is found out than their number.
+    """
     try:
-        return _probe(context, model, loader, clients)
+        return _probe(context, model, loader, clients, most)
     except ChangesForGood:
-        return _probe(context, model, loader, clients)
+        return _probe(context, model, loader, clients, most)
 
 
 def _probe(
-    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client]
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client], most: float | None
 ) -> ProbeResult:
     module = context.module
     log = StackedTrainingLog(context)
@@ -93,6 +96,8 @@ def _probe(
                     with flops, allocations:
                         stack.optimizer.select(range(2), 0, alone=True)
                         stack.forward_backward(range(2), data, index)
+                    if most is not None and flops.get_total_flops() // 2 > most:
+                        return ProbeResult(stacked_keys, False, flops.get_total_flops() // 2, 0, frozenset(), False)
                     stack.optimizer.check_state()
                     # a hook on_client_start may write into buffers; where all trains, sharing them saves little
                     shares = bool(model.frozen) and not hasattr(module, "on_client_start")

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 import lightning_fedbayes as fb
+from lightning_fedbayes.clients import setup
 from lightning_fedbayes.clients.vectorized.optimizer import check_elementwise, counts_by_row
+from lightning_fedbayes.clients.vectorized.stack import ClientStack
 from tests.clients.vectorized.modules import assert_goes_one_by_one
 from tests.federations import CLASSES, FEATURES, Plain, federate
 
@@ -175,6 +177,17 @@ def test_auto_says_what_it_took_and_stays_alone_with_one_client_or_long_steps(ca
         with caplog.at_level(logging.INFO):
             federate(module, fb.FederatedBayes(fb.IIDPartition(clients)), 1)
         assert sum(message.startswith(line) for message in caplog.messages) == 1
+
+
+def test_a_step_that_is_too_long_to_be_stacked_is_tried_once(monkeypatch):
+    """And with "vectorized", for which no step is too long, more often."""
+    tried, forward_backward = [], ClientStack.forward_backward
+    monkeypatch.setattr(ClientStack, "forward_backward", lambda *a, **k: tried.append(a) or forward_backward(*a, **k))
+    monkeypatch.setattr(setup, "LARGEST_STEP", {"cpu": 1})
+    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3)), 1)
+    assert len(tried) == 1
+    federate(Plain(), fb.FederatedBayes(fb.IIDPartition(3), engine="vectorized"), 1)
+    assert len(tried) > 4
 
 
 ELEMENTWISE = {  # options, the entries that are stacked, and whether torch computes with a tensor of step numbers
