@@ -281,7 +281,7 @@ class JointDraw(torch.autograd.Function):
 
 def side_by_side(tensor: Tensor) -> Tensor:
     """The entries of each network in a row, (networks, entries): of a matrix by columns, as it lies in a stack."""
-    return tensor if tensor.dim() == 2 else (tensor.mT if tensor.dim() == 3 else tensor).reshape(len(tensor), -1)
+    return tensor if tensor.dim() == 2 else (tensor.mT if tensor.dim() == 3 else tensor).reshape(tensor.shape[0], -1)
 
 
 def _split(joint: Tensor, ctx: Any) -> list[Tensor]:
