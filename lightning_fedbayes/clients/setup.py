@@ -156,7 +156,7 @@ def make_engine(
             raise CannotVectorize(f"torch lacks a private name that stacking needs: {missing}") from missing
         still, all_ = (sum(p.numel() for p in each.values()) for each in (model.frozen, model.parameters))
         longest = (LARGEST_SHARED_STEP if still / max(all_, 1) >= MOSTLY_FROZEN else LARGEST_STEP)[device]
-        probed = probe(context, model, loader, pair, longest if name == "auto" else None)
+        probed = probe(context, model, loader, pair, longest if name == "auto" else float("inf"))
         if name == "auto" and context.is_coarse:
             raise CannotVectorize("in half precision a stack rounds otherwise than each client alone")
         most = max(1, STACK_BYTES[device] // max(probed.bytes_per_client, 1))

@@ -59,7 +59,7 @@ class ProbeResult:
 
 
 def probe(
-    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client], most: float | None
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client], most: float
 ) -> ProbeResult:
     """Take one step of two clients as a stack, in a dry run. Raise CannotVectorize, with the reason, if none can.
 
@@ -72,7 +72,7 @@ def probe(
 
 
 def _probe(
-    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client], most: float | None
+    context: TrainingContext, model: ResidentModel, loader: FederatedLoader, clients: Sequence[Client], most: float
 ) -> ProbeResult:
     module = context.module
     log = StackedTrainingLog(context)
@@ -96,7 +96,7 @@ def _probe(
                     with flops, allocations:
                         stack.optimizer.select(range(2), 0, alone=True)
                         stack.forward_backward(range(2), data, index)
-                    if most is not None and flops.get_total_flops() // 2 > most:
+                    if flops.get_total_flops() // 2 > most:
                         return ProbeResult(stacked_keys, False, flops.get_total_flops() // 2, 0, frozenset(), False)
                     stack.optimizer.check_state()
                     # a hook on_client_start may write into buffers; where all trains, sharing them saves little
