@@ -42,6 +42,7 @@ def run(engine, rounds=3, module=None, options=None, **settings):
     "settings",
     [
         {"fusion": "sites", "stack": 3},
+        {"fusion": "sites", "partition": fb.SizesPartition([30, 30, 30])},  # whose counts all clients share
         {"fusion": Averaging(prior="global"), "keep": "optimizer"},
         {"fusion": "reverse_kl_barycenter", "keep": "optimizer", "stack": 3, "local_parameters": ["*2*"]},
     ],

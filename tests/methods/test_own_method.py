@@ -1,6 +1,7 @@
 """The method that docs/extend.md writes, as it stands there: on both engines, resumed, with privacy, and its limit."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,12 +147,28 @@ def own_source():
     return space["Travelled"]()
 
 
-def by_own_source(rounds=3, engine="sequential", **options):
-    module, fusion = Plain(), options.pop("fusion", "linear_pool")
-    settings = {"posterior": own_source(), "fusion": fusion, "engine": engine, "seed": 1}
-    made = fb.FederatedBayes(fb.SizesPartition((40, 30, 20)), **settings)
-    federate(module, made, rounds, loader(), **options)
+def by_own_source(rounds=3, engine="sequential", module=None, sizes=(40, 30, 20), source=None, **options):
+    fusion = options.pop("fusion", "linear_pool")
+    settings = {"posterior": source or own_source(), "fusion": fusion, "engine": engine, "seed": 1}
+    made = fb.FederatedBayes(fb.SizesPartition(sizes), **settings)
+    federate(module or Plain(), made, rounds, loader(), **options)
     return made
+
+
+@pytest.mark.parametrize("sizes", [(30, 30, 30), (40, 30, 20)], ids=["alike", "unlike"])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)], ids=["Adam", "SGD"])
+def test_a_source_is_told_the_same_of_a_client_by_both_engines(optimizer, sizes, monkeypatch):
+    source = own_source()
+    kind, told = type(source.attach(Plain(), [])), []
+    measured = kind.measured
+    monkeypatch.setattr(kind, "measured", lambda self, client: told.append(client) or measured(self, client))
+    for engine in ("sequential", "vectorized"):
+        by_own_source(2, engine, Plain(optimizer=optimizer, lr=0.01), sizes, source)
+    one, other = told[:6], told[6:]
+    for first, second in zip(one, other, strict=True):
+        assert first.num_examples == second.num_examples
+        assert first.values.keys() >= second.values.keys()
+        torch.testing.assert_close(dict(first.state), dict(second.state), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ class VectorizedEngine(Engine):
             return None, {}
         for slot, error in self.log.add(slots, data).items():
             self._failures.setdefault(slot, error)
-        if self.keep_optimizer:
+        if self.keep_optimizer or self.model.learned is not None:
             done = [slot for slot in slots if group.step + 1 == self._lengths[slot]]
             self._kept.update({slot: optimizer.read_state(slot) for slot in done})
         if losses is not None:
@@ -291,23 +291,21 @@ class VectorizedEngine(Engine):
             if self._examples[slot]:
                 sums = {"train_loss": losses[slot]} | ({"added_loss": added[slot]} if added[slot] else {})
                 metrics = {name: value / self._examples[slot] for name, value in sums.items()} | metrics
-            kept = self.kept_states([self._kept[slot]] if slot in self._kept else [])
+            kept = self.kept_states([self._kept[slot]] if self.keep_optimizer and slot in self._kept else [])
             self.states.keep(number, ClientState(stack.read_local(slot), kept, **own))
             yield ClientUpdate(number, self.sizes[number], posterior, buffers, metrics, seconds, own["kept"])
         last = self.client(self._positions[clients[-1]])
         vars(self.context.module).update(attributes_of(stack.attributes, last))
         self._drop_stack()
 
-    def _measured(
-        self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors, optimizer: Mapping[int, Any]
-    ) -> Tensors:
+    def _measured(self, clients: Sequence[int], slot: int, values: Tensors, buffers: Tensors) -> Tensors:
         """Return the variances of the client in ``slot``, or the global ones if it has failed."""
         assert self.model.learned is not None
         if slot not in self._failures:
             number = clients[slot]
             client, local = self.client(self._positions[number]), self.states.of(number).local
             try:
-                return self.measured(client, local, values, buffers, optimizer)
+                return self.measured(client, local, values, buffers, self._kept[slot])
             except (MisconfigurationException, FedBayesError):
                 raise
             except Exception as error:

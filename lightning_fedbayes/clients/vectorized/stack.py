@@ -26,7 +26,7 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map, version_if_any
 from lightning_fedbayes.methods.method import LocalProblem
 
-OfSlot = Callable[[int, Tensors, Tensors, Mapping[int, Mapping[str, Tensor]]], Tensors]
+OfSlot = Callable[[int, Tensors, Tensors], Tensors]
 Clip = Callable[[Sequence[Tensor]], None]
 PLAIN = (int, float, str, type(None))
 
@@ -202,8 +202,8 @@ class ClientStack:
     def read_posteriors(self, measured: OfSlot | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
 
-        ``measured`` gives the variances outside of Bayesian layers of the client in a slot, from its parameters,
-        buffers and optimizer's state.
+        ``measured`` gives the variances outside of Bayesian layers of the client in a slot, from its parameters and
+        buffers.
         """
         self.optimizer.write_back()
         rows, learned = dict(zip(self.names, self.optimizer.rows)), self.model.learned
@@ -211,13 +211,11 @@ class ClientStack:
         own = self.model.parameters.items()
         everything = {name: rows.get(name, p.detach().expand(count, *p.shape)) for name, p in own}
         if learned is not None and measured is not None:
-            state = self.optimizer.stacked_state
             each = [
                 measured(
                     slot,
                     {name: rows[slot] for name, rows in everything.items()},
                     {name: self._buffer(name, slot) for name in (*self.buffers, *self.shared)},
-                    {i: {key: rows[slot] for key, rows in entries.items()} for i, entries in state.items()},
                 )
                 for slot in range(count)
             ]
