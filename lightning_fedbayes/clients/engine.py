@@ -241,7 +241,8 @@ class Engine(ABC):
         assert self.model.learned is not None
         batches, priors = self._brought(client.round, client.job), self._priors(self._under_way[client.job][1])
         ends = client.num_examples, values, buffers, optimizer
-        return self.model.learned.measured(TrainedClient(*ends, priors, self.model.received(local), lambda: batches))
+        trained = TrainedClient(*ends, priors, self.model.received(local), lambda: batches)
+        return {name: each.detach() for name, each in self.model.learned.measured(trained).items()}
 
     def check_posterior(self) -> None:
         """Before any training, raise FederationError if variances cannot be measured with the clients' batches."""
