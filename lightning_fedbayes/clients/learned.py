@@ -76,7 +76,8 @@ class LearnedPosterior(ABC):
     def prior(self, name: str) -> NormalPrior:
         """Return a parameter's prior. Raise FederationError if it has none."""
         if self.prior_std(name) == float("inf"):
-            raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: give prior_std")
+            remedy = "give IVON or Laplace a finite prior_std; SWAG has none"
+            raise FederationError(f"'{name}' has no prior (prior_std=inf), and sites need one: {remedy}")
         return NormalPrior(0.0, float(self.prior_std(name)))
 
     def set_prior(self, posterior: GaussianPosterior | None, exclude: Collection[str] = ()) -> None:
@@ -183,6 +184,15 @@ class OptimizerPosterior(LearnedPosterior):
         """See :meth:`LearnedPosterior.prior_std`."""
         return self._groups()[self._numbers[name]][1]["prior_std"]
 
+    def prior(self, name: str) -> NormalPrior:
+        """See :meth:`LearnedPosterior.prior`. Raise FederationError if a site would be no measurement."""
+        if not self.follows_data:
+            raise FederationError(
+                "IVON(curvature='ivon') with fusion='sites': its precision is a memory of every round, and no "
+                "measurement of one client's data; leave curvature= at 'squares'"
+            )
+        return super().prior(name)
+
     def temperature(self, name: str) -> float:
         """See :meth:`LearnedPosterior.temperature`."""
         return self._groups()[self._numbers[name]][1]["temperature"] if name in self._numbers else 1.0
@@ -191,11 +201,6 @@ class OptimizerPosterior(LearnedPosterior):
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None
     ) -> OptimizerState:
         """See :meth:`LearnedPosterior.start`. Under a client's quadratic prior the width is the global one."""
-        if priors and not self.follows_data:
-            raise FederationError(
-                "IVON(curvature='ivon') with fusion='sites': its precision is a memory of every round, and no "
-                "measurement of one client's data; leave curvature= at 'squares'"
-            )
         known, natural = {number: name for name, number in self._numbers.items()}, self.natural(priors)
         states: OptimizerState = {}
         for number, (parameter, group) in enumerate(self._groups()):

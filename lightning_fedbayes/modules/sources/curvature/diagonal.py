@@ -183,11 +183,19 @@ class Laplace:
             raise FederationError(f"Laplace: {both}: give as many of both, at least one")
         return inputs, targets
 
-    def likelihood_for(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Likelihood:
-        """Return the likelihood of a batch's outputs and targets. FederationError if none fits."""
-        given = self.likelihood
+    def likelihood_for(
+        self, module: nn.Module, outputs: Tensor, targets: Tensor, others: Mapping[str, Tensor] | None = None
+    ) -> Likelihood:
+        """Return the likelihood of a batch's outputs and targets. FederationError if none fits.
+
+        ``others`` replace the module's parameters and buffers, such as its noise.
+        """
+        given, values = self.likelihood, {f"0.{name}": value for name, value in (others or {}).items()}
         try:
-            known = given if isinstance(given, Likelihood) else likelihood_of(module, outputs, targets)
+            if isinstance(given, Likelihood):
+                known = given
+            else:
+                known = torch.func.functional_call(_Said(module), values, (outputs, targets))
             known.check(outputs, targets)
         except FedBayesError as error:
             raise FederationError(f"Laplace: {error}") from None
@@ -214,7 +222,7 @@ class Laplace:
             if len(outputs) != len(targets):
                 both = f"outputs are {shown(outputs)} and targets {shown(targets)}"
                 raise FederationError(f"Laplace: {both}: give as many of both")
-            known = self.likelihood_for(module, outputs, targets)
+            known = self.likelihood_for(module, outputs, targets, others)
             return torch.stack([self.terms(known, *each) for each in zip(outputs, targets)])
 
         def squared(example: Any, target: Tensor) -> Tensors:
@@ -227,7 +235,7 @@ class Laplace:
             return sum_of_squares(terms, values, [(inputs, targets)])
         with torch.no_grad():
             output = output_of_one(module, {**others, **values}, rows(inputs, 0))
-            known = self.likelihood_for(module, output.expand(len(targets), *output.shape), targets)
+            known = self.likelihood_for(module, output.expand(len(targets), *output.shape), targets, others)
             outputs = len(self.terms(known, output, targets[0]))
         size = sum(value.numel() for value in values.values())
         try:
@@ -277,11 +285,15 @@ Source = Laplace | SWAG
 
 
 def chosen_parameters(module: nn.Module, patterns: Sequence[str]) -> Tensors:
-    """Return matching parameters outside of Bayesian layers. FederationError for a pattern without a match."""
+    """Return matching parameters outside of Bayesian layers. FederationError if there are none."""
     bayesian = {id(p) for each in gaussian_parameters(module).values() for p in (each.mean, each.rho)}
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = matching(patterns, trained, "parameter that requires gradients")
-    return {name: p for name, p in found.items() if id(p) not in bayesian}
+    outside = {name: p for name, p in found.items() if id(p) not in bayesian}
+    if not outside:
+        why = "is of a Bayesian layer, which has a posterior already: leave this source out"
+        raise FederationError(f"parameters={list(patterns)}: each that matches {why}")
+    return outside
 
 
 def matching(patterns: Sequence[str], known: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -302,6 +314,13 @@ def check_shapes(part: str, given: Mapping[str, Tensor], wanted: Mapping[str, Te
         name = next(iter(dict(shapes.items() ^ expected.items())))
         mine, other = (each.get(name, "missing") for each in (shapes, expected))
         raise FederationError(f"{part}: '{name}' is {mine}, and that of {whose} is {other}: {rule}")
+
+
+class _Said(nn.Sequential):
+    """Says the likelihood of the module in it, as ``functional_call`` asks."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Likelihood:  # pyright: ignore
+        return likelihood_of(self[0], outputs, targets)
 
 
 def rows(inputs: Any, which: int | slice) -> Any:
