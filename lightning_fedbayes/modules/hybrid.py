@@ -222,26 +222,31 @@ class HybridBayesianRegressor(LikelihoodModule):
 
         It is the squared error if ``noise`` is "residual" or "none". In training it also measures the noise.
         """
-        known = self._known()  # with the noise of the examples before, so that no error weights itself
+        known = self._known()
         assert isinstance(known, Gaussian)
         errors = known.standard(shaped_like(targets, outputs), outputs) - outputs
         if self.training and self.noise in MEASURED:
-            self._measure(errors.detach().square())
+            squares = errors.detach().square()
+            squares = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
+            if self.current_epoch == 0:  # errors that are larger than noise_std have gradients out of proportion
+                start = torch.maximum(self.pooled_variance, squares.reshape(self.pooled_variance.shape))
+                self.pooled_variance.copy_(torch.where(self._round.seen == 0, start, self.pooled_variance))
+            known = self._known()  # with the noise of the examples before, so that no error weights itself
+            self._measure(squares, len(outputs))
         if self.noise in OF_SQUARES:
             return errors.square().sum() / len(outputs)
         return known.loss(outputs, targets)
 
-    def _measure(self, squares: Tensor) -> None:
-        """Move the variances of the noise towards the mean of squared errors, shape (batch, *)."""
-        mean = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
-        epoch = torch.as_tensor(len(squares) if self.num_examples is None else self.num_examples)
+    def _measure(self, mean: Tensor, examples: int) -> None:
+        """Move the variances of the noise towards the mean of squared errors."""
+        epoch = torch.as_tensor(examples if self.num_examples is None else self.num_examples)
         is_whole = not self._federated or self.current_epoch == 0  # the model that came to the first round is untrained
         is_first = True if is_whole else self._round.seen < epoch
         for variance, windows in ((self.client_variance, 1), (self.pooled_variance, WINDOWS)):
             if variance is not None:  # 0 until a client is measured
-                part = is_first * torch.where(variance > 0, 1 - torch.exp(-windows * len(squares) / epoch), 1.0)
+                part = is_first * torch.where(variance > 0, 1 - torch.exp(-windows * examples / epoch), 1.0)
                 variance.copy_(variance + part * (mean.reshape(variance.shape) - variance))
-        self._round.seen.add_(len(squares))
+        self._round.seen.add_(examples)
 
 
 class CoxRegressor(LikelihoodModule):

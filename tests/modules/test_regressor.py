@@ -52,12 +52,42 @@ def test_fields_of_a_prediction(model, targets):
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_nll_is_gaussian_and_summed_over_targets(targets, flat):
-    model = bayesian(targets, noise_std=NOISE_STD)
+    model = bayesian(targets, noise_std=NOISE_STD, noise="fixed")
     outputs, y = torch.randn(8, targets), torch.randn(8, targets)
     expected = -stats.norm.logpdf(y.numpy(), outputs.numpy(), NOISE_STD).sum(1).mean()
     if flat:
         outputs, y = (outputs.squeeze(1) if targets == 1 else outputs), y.flatten()
     assert model.negative_log_likelihood(outputs, y).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("targets", [None, 2])
+@pytest.mark.parametrize("size", [0.1, 100.0])
+def test_errors_of_a_first_batch_beyond_noise_std_are_its_noise(targets, size):
+    """So no gradient is out of proportion. Smaller errors say nothing: a batch may have one example."""
+    model = HybridBayesianRegressor(mlp(6, 2, (5,)), targets=targets, noise_std=2.0, scaler=False)
+    outputs, y = torch.zeros(8, 2), size * torch.randn(8, 2)
+    mean = y.square().mean(0) if targets else y.square().mean()
+    std = mean.clamp_min(4.0).sqrt()
+    expected = -torch.distributions.Normal(0.0, std).log_prob(y).sum(1).mean()
+    assert model.negative_log_likelihood(outputs, y).item() == pytest.approx(expected.item(), rel=1e-5)
+    known = model.noise_variance.clone()
+    again = -torch.distributions.Normal(0.0, known.sqrt()).log_prob(3 * y).sum(1).mean()
+    assert model.negative_log_likelihood(outputs, 3 * y).item() == pytest.approx(again.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("options", [{"optimizer": fb.IVON, "bayesian_last": 0}, {"learning_rate": 0.01}], ids=str)
+@pytest.mark.parametrize("scaler", [True, False])
+def test_raw_inputs_and_targets_are_learnt(engine, options, scaler):
+    """Inputs of hundreds, targets of thousands: an untrained network is wrong by far more than noise_std."""
+    torch.manual_seed(0)
+    x = 100 + 30 * torch.randn(150, 4)
+    y = (5 if scaler else 1) * x[:, :1] + torch.randn(150, 1)
+    torch.manual_seed(1)
+    model = HybridBayesianRegressor(mlp(4, 1, [20]), scaler=scaler, **options)
+    made = fb.FederatedBayes(fb.IIDPartition(3), engine=engine, local_epochs=2)
+    trainer(40, [made]).fit(model, DataLoader(TensorDataset(x, y), 25, shuffle=True))
+    assert (model.predict_step(x).mean.detach() - y).square().mean() < y.var()  # 12 before, 2 to 400 with noise_std
 
 
 def table(targets):
