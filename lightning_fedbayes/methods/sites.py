@@ -15,7 +15,7 @@ MEMORY = 0.5
 """Part of a site that stays after a round: training is noisy, and all clients move at once. Clients that train in a
 tenth of the rounds have measured theirs ten rounds ago, at another model: little of it stays."""
 WIDTH = 0.1
-"""Width that a first site begins with, as a part of its tensor's weights, as layers and IVON have it at the start."""
+"""Widest start, as a part of a tensor's weights, as layers and IVON have it."""
 Prior = float | Mapping[str, float]
 """One number for all Gaussian parameters, or one for each tensor by its name in the posterior."""
 
@@ -29,6 +29,7 @@ class _Round(NamedTuple):
         rows: where the Gaussian entries are among all, shape (P,), bool; a slice if they are all or none.
         mean: global, shape (P,).
         precision: global, shape (G,).
+        known: the same without what is left of the width at the start.
         prior: precision of the prior, shape (G,).
         slope: gradient of the prior's energy at the global mean, shape (G,).
         gradient: of all clients' data, extrapolated to those that were never heard, shape (P,).
@@ -39,6 +40,7 @@ class _Round(NamedTuple):
     rows: Tensor | slice
     mean: Tensor
     precision: Tensor
+    known: Tensor
     prior: Tensor
     slope: Tensor
     gradient: Tensor
@@ -95,12 +97,13 @@ class Sites(method.Method):
     gradients. Of :class:`~lightning_fedbayes.IVON` the curvature is its own estimate, of
     :class:`~lightning_fedbayes.Laplace` the information at the model that the client has received.
 
-    Until all clients have been heard, those that have not count as the mean of those that have. A first site is the
-    mean of what was measured and of the width at the start, at least a tenth of the tensor's weights, so that draws do
-    not take an untrained network apart. Figures, in nats per Gaussian parameter: ``sites/change``, the divergence of
-    the new posterior from the old one; ``sites/decrement``, the Newton decrement :math:`c^2 / 2\Lambda`, 0 at the fixed
-    point. Where no two columns share a direction it is the divergence that is left, elsewhere much less: independent
-    widths do not know such directions. It stays at the noise of local training.
+    Until all clients have been heard, those that have not count as the mean of those that have. So that draws do not
+    take an untrained network apart, the precision at the start, at least that of a tenth of the tensor's weights, is
+    added to that of draws, and fades as sites do: a round leaves :math:`1 - p (1 - 2^{-a})` of it. It says nothing of
+    the data, and no loss of a client has it. Figures, in nats per Gaussian parameter: ``sites/change``, the divergence
+    of the new posterior from the old one; ``sites/decrement``, the Newton decrement :math:`c^2 / 2\Lambda`, 0 at the
+    fixed point. Where no two columns share a direction it is the divergence that is left, elsewhere much less:
+    independent widths do not know such directions. It stays at the noise of local training.
 
     When to use it: the posterior is to mean something after many rounds, above all with unlike clients. It needs layers
     of this package with normal priors and a loss with their KL divergence over the number of the client's examples, or
@@ -123,7 +126,7 @@ class Sites(method.Method):
     keeps_optimizer: ClassVar[bool] = True
     sends: ClassVar[bool] = True
     sent: ClassVar[tuple[str, ...]] = ("gradient", "precision", "examples", "clients")
-    told: ClassVar[tuple[str, ...]] = ("slope", "examples", "clients", "age")
+    told: ClassVar[tuple[str, ...]] = ("slope", "examples", "clients", "age", "start")
     adds: ClassVar[bool] = True
     sends_means: ClassVar[bool] = True
 
@@ -179,7 +182,7 @@ class Sites(method.Method):
             slope[common.rows] += own.sub_(common.slope, alpha=share * gain)
             if isinstance(common.rows, Tensor):
                 slope[~common.rows] *= MEMORY ** max(0.0, age - 1)
-            strength = share * common.precision
+            strength = share * common.known
         else:
             slope = torch.zeros_like(common.mean)
             slope[common.rows] = -share * common.slope
@@ -214,7 +217,7 @@ class Sites(method.Method):
         )
         share = self._weight(shared, client)
         old = dict(zip(common.names, before["precision"].split([common.lengths[name] for name in common.names])))
-        found, strength = [], share * (common.precision if kept else common.prior)
+        found, strength = [], share * (common.known if kept else common.prior)
         strengths = dict(zip(common.names, strength.split([len(each) for each in old.values()])))
         for name, part in old.items():
             if name in trained.precisions:
@@ -229,9 +232,7 @@ class Sites(method.Method):
         stays = MEMORY ** (age if kept else rounds + 1)
         if kept:
             gradient.lerp_(before["gradient"], stays)
-            precision.lerp_(before["precision"], stays)
-        elif found:
-            precision.lerp_(shared.share * self._first(common, shared), stays)
+        precision.lerp_(before["precision"], stays)
         counts = {"examples": like.new_tensor(float(client.num_examples)), "clients": like.new_ones(())}
         changes, own = {}, {}
         for name, new in {"gradient": gradient, "precision": precision, **counts}.items():
@@ -265,7 +266,7 @@ class Sites(method.Method):
 
         "age" are the number of rounds, of those from one message of a client to its next, in the mean, and γ. "slope"
         is the sum of gradients as they should be by now, after "_moves" of the means, and "_found" what γ is a ratio
-        of.
+        of. "start" is what is left of the width at the start, a precision for each Gaussian tensor.
         """
         device = next(iter(posterior.mean.values())).device
         count = sum(value.numel() for value in posterior.mean.values())
@@ -280,7 +281,13 @@ class Sites(method.Method):
             "_moves": (gaussian,),
             "_found": (2,),
         }
-        return {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
+        tensors = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
+        start = [torch.zeros(0, dtype=torch.float64, device=device)]
+        for name in gaussian_names(posterior):
+            mean, precision = posterior.mean[name].double(), posterior.variance[name].double().reciprocal()
+            widest = float(WIDTH**-2 / mean.square().mean())
+            start.append((precision.clamp_max(widest).mean() - self.prior_of(name)[1] ** -2).clamp_min(0).view(1))
+        return {**tensors, "start": torch.cat(start)}
 
     def fuse(
         self, shared: method.Shared, fused: GaussianPosterior, averages: Mapping[str, Tensor], heard: float
@@ -293,13 +300,17 @@ class Sites(method.Method):
         scale = self._scale(shared, tensors)
         strength = tensors["precision"].clamp_min(0)
         precision = torch.add(self._common(shared).prior, strength, alpha=scale)
+        rounds, age, _ = tensors["age"].tolist()
+        messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
+        age = rounds / max(messages, shared.share)
+        tensors["start"] = tensors["start"] * (1 - heard * (1 - MEMORY**age))  # as of sites
+        for part, start in zip(precision.split([*lengths.values()]), tensors["start"].tolist()):
+            part += start
         for name, part in self._split(lengths, precision.reciprocal(), shared).items():
             variance[name] = part.to(fused.mean[name].dtype)
         posterior = GaussianPosterior(fused.mean, variance)
         tensors |= self._behind(shared, posterior, averages, strength, heard)
-        rounds, age, _ = tensors["age"].tolist()
-        messages, rounds = heard + (rounds / age if rounds else 0.0), rounds + 1  # of a client
-        age, (found, told) = rounds / max(messages, shared.share), tensors["_found"].tolist()
+        found, told = tensors["_found"].tolist()
         gain = min(max(found / told, 0.0), 1.0) if told > 0 else 1.0
         numbers = precision.new_tensor([rounds, age, gain ** max(0.0, 1 - 1 / age)])
         return posterior, {**tensors, "age": numbers}
@@ -407,11 +418,12 @@ class Sites(method.Method):
             rows: Tensor | slice = slice(len(mean) if names else 0)
             if 0 < len(names) < len(lengths):
                 rows = torch.cat([torch.full((n,), name in names, device=mean.device) for name, n in lengths.items()])
-            priors = [(lengths[name], *self.prior_of(name)) for name in names]
-            parts = ([mean.new_full((n,), each[i] ** p) for n, *each in priors] for i, p in enumerate((1, -2)))
-            centre, prior = (torch.cat([mean[:0], *each]) for each in parts)
+            begun = shared.tensors["start"].float().tolist()  # as it travels
+            priors = [(lengths[name], *self.prior_of(name), start) for name, start in zip(names, begun)]
+            parts = ([mean.new_full((n,), each[i] ** p) for n, *each in priors] for i, p in enumerate((1, -2, 1)))
+            centre, prior, start = (torch.cat([mean[:0], *each]) for each in parts)
             precision = variance[rows].reciprocal() if names else mean[:0]
-            natural = precision, prior, (mean[rows] - centre).mul_(prior)
+            natural = precision, (precision - start).maximum(prior), prior, (mean[rows] - centre).mul_(prior)
             told = shared.tensors["slope"].to(mean.device).float().double()  # as it travels
             slope = told.mul_(self._scale(shared, shared.tensors))
             shared.notes["sites"] = _Round(names, lengths, rows, mean, *natural, slope)
@@ -437,14 +449,6 @@ class Sites(method.Method):
         """Return a client's part of all examples, as far as they are known."""
         known, heard = (float(shared.tensors[name]) for name in ("examples", "clients"))
         return shared.share * client.num_examples * heard / known if known > 0 else shared.share
-
-    @staticmethod
-    def _first(common: _Round, shared: method.Shared) -> Tensor:
-        """Return the precision of the start beyond the prior's, shape (G,)."""
-        own = [common.lengths[name] for name in common.names]
-        parts = zip(common.mean[common.rows].split(own), common.precision.split(own))
-        wide = torch.cat([precision.clamp_max(float(WIDTH**-2 / mean.square().mean())) for mean, precision in parts])
-        return (wide - common.prior).clamp_min(0)
 
     @staticmethod
     def _split(lengths: Mapping[str, int], flat: Tensor, shared: method.Shared) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def test_a_client_of_sites_sends_means_and_changes_and_is_told_no_precisions_of_
     means = {f"mean/{name}" for name in posterior.names}
     gaussian = [name for name, variance in posterior.variance.items() if variance.any()]
     entries = sum(posterior.mean[name].numel() for name in gaussian)
-    told = {f"buffer/method/{name}" for name in ("slope", "examples", "clients", "age")}
+    told = {f"buffer/method/{name}" for name in ("slope", "examples", "clients", "age", "start")}
     asked = [set(message.content["arrays"]) for _, message, _ in grid.of("train")]
     replies = [reply for *_, reply in grid.of("train")]
     assert len(asked) == 12

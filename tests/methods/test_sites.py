@@ -85,7 +85,7 @@ def test_nothing_moves_at_the_pooled_posterior():
             "clients": torch.ones(()).double(),
         }
     totals = clients.totals()
-    told = {"slope": totals["gradient"], "age": torch.ones(3).double()}
+    told = {"slope": totals["gradient"], "age": torch.ones(3).double(), "start": torch.zeros(1).double()}
     tensors = {**method.init(posterior), **totals, **told}
     shared = Shared(posterior, tensors, 1 / len(SIZES), is_new=False)
     slope, moved = torch.zeros_like(mean[: clients.size]), []
@@ -218,23 +218,29 @@ def test_a_site_that_is_not_finite_is_not_sent(field, wrong):
 
 @pytest.mark.parametrize("std", [1e-3, 0.05, 0.5])
 def test_draws_do_not_take_an_untrained_network_apart(std):
-    """A first site is half of what was measured, and half of a width of that of the layers, or of their weights."""
+    """A first site is half of what was measured; half of the start's width stays, or of a tenth of the weights."""
     clients = Conjugate.drawn(SIZES)
     start = clients.posterior(0.1 * torch.tensor([1.0, -1.0, 1.0, -1.0]), std**2)
     server = fb.Server(start, fusion=fb.Sites(*PRIOR))
     clients.round(server)
     prior, begun = PRIOR[1] ** -2, min(std**-2, (WIDTH * 0.1) ** -2)
-    wanted = prior + (begun - prior + clients.curvatures.sum(0)) / 2
-    torch.testing.assert_close(1 / server.posterior.variance[GAUSSIAN], wanted, rtol=1e-6, atol=0)
+    for number in range(1, 4):
+        known = prior + (1 - 2**-number) * clients.curvatures.sum(0)
+        wanted = known + 2**-number * (begun - prior)
+        torch.testing.assert_close(1 / server.posterior.variance[GAUSSIAN], wanted, rtol=1e-6, atol=0)
+        clients.round(server)
 
 
 def test_what_stays_of_a_site_halves_with_every_round_since_it_was_measured():
-    """A fifth of the clients in a round: 2 to the power of -5; of the width at the start, by the rounds since."""
+    """A fifth of the clients in a round: 2 to the power of -5; of none before the first, by the rounds since."""
     clients, method = Conjugate.drawn(SIZES), fb.Sites(*PRIOR)
     shared = by_hand(clients, method, lambda number: [number % 5], 20)
     assert shared.tensors["age"].tolist()[:2] == pytest.approx([20, 5])
     everybody = by_hand(Conjugate.drawn(SIZES), method, lambda number: range(5), 20)
     assert everybody.tensors["age"].tolist() == pytest.approx([20, 1, 1])
+    begun = float(method.init(Conjugate.drawn(SIZES).posterior())["start"])
+    for found, left in ((shared, 1 - (1 - 2**-5) / 5), (everybody, 0.5)):
+        assert float(found.tensors["start"]) == pytest.approx(begun * left**20)
 
     def site(number, age, kept):
         clients.kept[2] = kept
@@ -249,8 +255,7 @@ def test_what_stays_of_a_site_halves_with_every_round_since_it_was_measured():
         torch.testing.assert_close(ten, torch.lerp(measured, kept[name], 2**-10), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(site(20, -3, kept)["gradient"], kept["gradient"])  # whatever a server says
     first, late = (site(number, 5, {})["precision"] for number in (0, 9))
-    start = method._first(method._common(shared), shared) * shared.share
-    torch.testing.assert_close(late, torch.lerp(2 * first - start, start, 2**-10), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(late, 2 * (1 - 2**-10) * first, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("effort", [0.1, 0.3])
@@ -267,7 +272,7 @@ def test_the_decrement_is_the_divergence_that_is_left_where_curvature_is_diagona
 
 @pytest.mark.parametrize("lies", [{}, {2: 1e3, 5: -30.0}], ids=["honest", "clipped"])
 def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
-    """Bit by bit, and with the prior it is the server's precision; of what is clipped, to the last bits of a sum."""
+    """Bit by bit, and with prior and start the server's precision; of what is clipped, to the last bits of a sum."""
     clients = Conjugate.drawn((20, 30) * 4 + (20,), size=40, point=40)
     server, outlying = served(clients), 0.0
 
@@ -284,7 +289,7 @@ def test_what_clients_keep_adds_up_to_what_the_server_has(lies):
         found = {name: tensors[name] for name in totals}
         torch.testing.assert_close(found, totals, rtol=tolerance, atol=tolerance)
         if len(clients.kept) == 9:
-            precision = PRIOR[1] ** -2 + totals["precision"]
+            precision = PRIOR[1] ** -2 + totals["precision"] + tensors["start"]
             torch.testing.assert_close(1 / precision, server.posterior.variance[GAUSSIAN], rtol=1e-14, atol=0)
     assert outlying > 0 or not lies
     assert totals["examples"] == sum(clients.examples)

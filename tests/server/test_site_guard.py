@@ -102,7 +102,7 @@ def test_a_liar_is_scaled_back_and_both_ends_count_the_same(told):
     assert distance(fb.remove_client(server, 0), others) < without + 2
     for _ in range(60):
         figures = clients.round(server)
-    goes_against = told in (LIES["flipped"], LIES["all, flipped"])  # it has moved against the others, and stays out
+    goes_against = told in (LIES["gradient"], LIES["flipped"], LIES["all, flipped"])  # and stays out
     assert figures["outlying_clients"] == goes_against
     assert server.untold == ({0} if goes_against else set())
     assert distance(server.posterior, others if goes_against else clients.pooled()) < 1e-6
