@@ -131,8 +131,9 @@ def page(run: RunRecord, name: str) -> str:
     ]
     firsts_and_lasts = [(each, figures[each][min(figures[each])], known[each]) for each in sorted(figures)]
     torn = "The last line of the run's file is cut short and left out: the run was killed while it wrote."
+    fusion = str(run.settings.get("fusion", "?")).partition("(")[0]
     parts = [
-        f"<h1>{escape(_title(run))}</h1>",
+        f"<h1>{run.settings.get('clients', '?')} clients by {escape(fusion)}</h1>",
         f"<p>{escape(f'{name}: {_about(run)}')}</p>",
         f'<p class="soft">{torn}</p>' if run.torn else "",
         f'<div class="tiles">{tiles}</div>',
@@ -150,11 +151,6 @@ def page(run: RunRecord, name: str) -> str:
     head += f"<title>{escape(name)}</title><style>{STYLE}</style>"
     body = "\n".join(part for part in parts if part)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'
-
-
-def _title(run: RunRecord) -> str:
-    clients, fusion = (run.settings.get(each, "?") for each in ("clients", "fusion"))
-    return f"{clients} clients by {str(fusion).partition('(')[0]}"
 
 
 def _about(run: RunRecord) -> str:

@@ -65,9 +65,9 @@ class LearnedPosterior(ABC):
         self._priors: dict[str, NormalPrior] = {}
         self.variances = {name: torch.full_like(p.detach(), variance) for name, (p, variance) in first.items()}
 
-    @abstractmethod
     def prior_std(self, name: str) -> float:
-        """Return the standard deviation of a parameter's prior. Infinite without a prior."""
+        """Return the standard deviation of a parameter's prior. By default infinite: there is no prior."""
+        return float("inf")
 
     def temperature(self, name: str) -> float:
         """Return the temperature of a parameter's posterior. 1 is Bayes."""
@@ -321,11 +321,9 @@ class CurvaturePosterior(LearnedPosterior):
         others = {name: value.detach() for name, value in where.items()}
         values = {name: others[name] for name in self.variances}
         information, _ = self._source.information(self._module, values, client.batches(), others)
-        natural, variances = self.natural(client.priors), {}
-        for name, each in information.items():
-            prior = self._prior_of(name, natural)
-            variances[name] = (1 / (each + prior["prior_precision"])).to(self.variances[name].dtype)
-        return variances
+        natural = self.natural(client.priors)
+        precisions = {n: each + self._prior_of(n, natural)["prior_precision"] for n, each in information.items()}
+        return {name: each.reciprocal().to(self.variances[name].dtype) for name, each in precisions.items()}
 
 
 class PathPosterior(LearnedPosterior):
@@ -345,10 +343,6 @@ class PathPosterior(LearnedPosterior):
         self._source, self._told = source, False
         self._numbers = {name: numbers[id(p)] for name, p in chosen.items() if id(p) in numbers}
         super().__init__({name: (chosen[name], source.min_std**2) for name in self._numbers})
-
-    def prior_std(self, name: str) -> float:
-        """See :meth:`LearnedPosterior.prior_std`: there is no prior."""
-        return float("inf")
 
     def start(
         self, kept: OptimizerState, num_examples: int, priors: Priors | None = None, local: Tensors | None = None

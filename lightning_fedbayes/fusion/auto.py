@@ -67,6 +67,4 @@ def name_of(rule: FusionRule) -> str:
 
 def candidates(rule: FusionRule | AutoFusion) -> dict[str, FusionRule]:
     """Return a rule, or all candidates of an ``AutoFusion``, by names with arguments."""
-    if isinstance(rule, AutoFusion):
-        return dict(zip(rule.names, rule.rules, strict=True))
-    return {name_of(rule): rule}
+    return dict(zip(rule.names, rule.rules)) if isinstance(rule, AutoFusion) else {name_of(rule): rule}

@@ -152,13 +152,11 @@ class DistributedWeightConsolidation(_ProductRule):
         """See :meth:`_ProductRule.combine`: eq. (17)."""
         assert previous is not None, "FusionAccumulator checks it before any client is added"
         others = float(statistics["weight"]) - 1
-        total, total_mean = statistics["precision"], statistics["precision_mean"]
+        total, total_mean = precision, precision_mean = statistics["precision"], statistics["precision_mean"]
         if others:
             prior_mean, prior_variance = previous.flatten()
             precision = total - others / prior_variance
             precision_mean = total_mean - others * torch.where(prior_variance > 0, prior_mean / prior_variance, 0)
-        else:
-            precision, precision_mean = total, total_mean
         low = precision < (self.min_precision or torch.finfo(precision.dtype).tiny)
         if not low.any():
             return precision_mean / precision, 1 / precision

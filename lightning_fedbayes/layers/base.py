@@ -277,13 +277,7 @@ class Reparameterized(BayesianLayer):
     torch.Size([2, 5, 4])
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        prior: Prior | None = None,
-        posterior_std: float | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, *, prior: Prior | None = None, posterior_std: float | None = None) -> None:
         super().__init__()
         prior = choose_prior(0.0, None, None, prior)
         errors.check_kind("module", module, nn.Module, "give a torch.nn.Module", error=ConversionError)

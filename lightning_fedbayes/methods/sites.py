@@ -295,7 +295,6 @@ class Sites(method.Method):
         """See :meth:`Method.fuse`. ``averages`` are the sums of the clients' changes."""
         tensors = {n: value + averages[n] if n in averages else value for n, value in shared.tensors.items()}
         names = gaussian_names(shared.posterior)
-        variance = {name: zeros_like(value) for name, value in fused.mean.items()}
         lengths = {name: fused.mean[name].numel() for name in names}
         scale = self._scale(shared, tensors)
         strength = tensors["precision"].clamp_min(0)
@@ -306,9 +305,10 @@ class Sites(method.Method):
         tensors["start"] = tensors["start"] * (1 - heard * (1 - MEMORY**age))  # as of sites
         for part, start in zip(precision.split([*lengths.values()]), tensors["start"].tolist()):
             part += start
-        for name, part in self._split(lengths, precision.reciprocal(), shared).items():
-            variance[name] = part.to(fused.mean[name].dtype)
-        posterior = GaussianPosterior(fused.mean, variance)
+        own = self._split(lengths, precision.reciprocal(), shared)
+        posterior = GaussianPosterior(
+            fused.mean, {n: own[n].to(mean.dtype) if n in own else zeros_like(mean) for n, mean in fused.mean.items()}
+        )
         tensors |= self._behind(shared, posterior, averages, strength, heard)
         found, told = tensors["_found"].tolist()
         gain = min(max(found / told, 0.0), 1.0) if told > 0 else 1.0

@@ -289,9 +289,7 @@ class Gaussian(Likelihood):
         """See :meth:`Likelihood.terms`. Of the Fisher information, which needs no target."""
         mean, variance = self._parts(output[None], 1)
         found = (mean / variance.detach().sqrt()).reshape(-1)
-        if not self.in_outputs:
-            return found
-        return torch.cat([found, output.chunk(2, 0)[1].reshape(-1) / 2**0.5])
+        return torch.cat([found, output.chunk(2, 0)[1].reshape(-1) / 2**0.5]) if self.in_outputs else found
 
 
 @dataclass(frozen=True)

@@ -226,16 +226,13 @@ class HybridBayesianRegressor(LikelihoodModule):
         assert isinstance(known, Gaussian)
         errors = known.standard(shaped_like(targets, outputs), outputs) - outputs
         if self.training and self.noise in MEASURED:
-            squares = errors.detach().square()
-            squares = squares.mean(0) if self.pooled_variance.ndim else squares.mean()
+            mean = errors.detach().square().mean(0 if self.pooled_variance.ndim else None)
+            mean = mean.reshape(self.pooled_variance.shape)
             if self.current_epoch == 0:  # errors that are larger than noise_std have gradients out of proportion
-                start = torch.maximum(self.pooled_variance, squares.reshape(self.pooled_variance.shape))
-                self.pooled_variance.copy_(torch.where(self._round.seen == 0, start, self.pooled_variance))
+                self.pooled_variance.copy_(mean.where(self._round.seen == 0, 0.0).maximum(self.pooled_variance))
             known = self._known()  # with the noise of the examples before, so that no error weights itself
-            self._measure(squares, len(outputs))
-        if self.noise in OF_SQUARES:
-            return errors.square().sum() / len(outputs)
-        return known.loss(outputs, targets)
+            self._measure(mean, len(outputs))
+        return errors.square().sum() / len(outputs) if self.noise in OF_SQUARES else known.loss(outputs, targets)
 
     def _measure(self, mean: Tensor, examples: int) -> None:
         """Move the variances of the noise towards the mean of squared errors."""
@@ -245,7 +242,7 @@ class HybridBayesianRegressor(LikelihoodModule):
         for variance, windows in ((self.client_variance, 1), (self.pooled_variance, WINDOWS)):
             if variance is not None:  # 0 until a client is measured
                 part = is_first * torch.where(variance > 0, 1 - torch.exp(-windows * examples / epoch), 1.0)
-                variance.copy_(variance + part * (mean.reshape(variance.shape) - variance))
+                variance.copy_(variance + part * (mean - variance))
         self._round.seen.add_(examples)
 
 

@@ -271,9 +271,8 @@ class VectorizedEngine(Engine):
             yield from (self._failed(slot, number, seconds) for slot, number in enumerate(clients))
             return
         with self.threads():
-            measured = None if self.model.learned is None else partial(self._measured, clients)
             losses, added = self._losses.tolist(), self._added.tolist()
-            posteriors = stack.read_posteriors(measured)
+            posteriors = stack.read_posteriors(partial(self._measured, clients))
         seconds = (time.perf_counter() - self._start) / len(clients)
         for slot, (number, posterior) in enumerate(zip(clients, posteriors)):
             buffers, own = {}, {}

@@ -126,9 +126,7 @@ def logged_value(value: Any, rows: int) -> Any:
         return value.call.stack(value.key, rows)
     if isinstance(value, StandIn):
         return value._metric
-    if isinstance(value, Member):
-        return dict(value.collection.items(copy_state=False))[value.key]
-    return value
+    return dict(value.collection.items(copy_state=False))[value.key] if isinstance(value, Member) else value
 
 
 def named(metric: Metric | MetricCollection) -> list[tuple[str | None, Metric]]:

@@ -440,6 +440,4 @@ class Still(TorchFunctionMode):
         if name in ("randn", "rand"):
             shape = args[0] if isinstance(args[0], Sequence) else args
             return torch.full(shape, 0.25, **{key: kwargs[key] for key in kwargs.keys() & {"dtype", "device"}})
-        if name in ("normal_", "uniform_", "bernoulli_"):
-            return args[0].fill_(0.25)
-        return func(*args, **kwargs)
+        return args[0].fill_(0.25) if name in ("normal_", "uniform_", "bernoulli_") else func(*args, **kwargs)

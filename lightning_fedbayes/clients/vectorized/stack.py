@@ -26,7 +26,6 @@ from lightning_fedbayes.core.posterior import GaussianPosterior
 from lightning_fedbayes.core.private_torch import register_pytree_node, tree_leaves, tree_map, version_if_any
 from lightning_fedbayes.methods.method import LocalProblem
 
-OfSlot = Callable[[int, Tensors, Tensors], Tensors]
 Clip = Callable[[Sequence[Tensor]], None]
 PLAIN = (int, float, str, type(None))
 
@@ -199,7 +198,7 @@ class ClientStack:
         for path in {} if self._local is None else self._rhos.values():
             parameters[path].grad = None
 
-    def read_posteriors(self, measured: OfSlot | None = None) -> Iterator[GaussianPosterior]:
+    def read_posteriors(self, measured: Callable[..., Tensors] | None = None) -> Iterator[GaussianPosterior]:
         """Return the posterior that each client sends, slot by slot: views of the stack.
 
         ``measured`` gives the variances outside of Bayesian layers of the client in a slot, from its parameters and

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightning_fedbayes.core import errors
 from lightning_fedbayes.core.batches import Unpack, Whole, check_unpack, number_of_examples, output_of, unpacked
@@ -192,10 +193,9 @@ class Laplace:
         """
         given, values = self.likelihood, {f"0.{name}": value for name, value in (others or {}).items()}
         try:
-            if isinstance(given, Likelihood):
-                known = given
-            else:
-                known = torch.func.functional_call(_Said(module), values, (outputs, targets))
+            known = (
+                given if isinstance(given, Likelihood) else functional_call(_Said(module), values, (outputs, targets))
+            )
             known.check(outputs, targets)
         except FedBayesError as error:
             raise FederationError(f"Laplace: {error}") from None
