@@ -37,9 +37,9 @@ def served(clients: Conjugate, prior=PRIOR, **options) -> fb.Server:
     return fb.Server(clients.posterior(), fusion=fb.Sites(*prior), **options)
 
 
-def by_hand(clients: Conjugate, method: fb.Method, cohorts, rounds: int) -> Shared:
+def by_hand(clients: Conjugate, method: fb.Method, cohorts, rounds: int, variance: float = 1.0) -> Shared:
     """The server's half without a server: weighted means of means, and sums of all else."""
-    posterior = clients.posterior()
+    posterior = clients.posterior(variance=variance)
     shared = Shared(posterior, method.init(posterior), share=1 / len(clients.examples))
     for number in range(rounds):
         reports = {client: clients.train(method, shared, client) for client in cohorts(number)}
@@ -229,6 +229,21 @@ def test_draws_do_not_take_an_untrained_network_apart(std):
         wanted = known + 2**-number * (begun - prior)
         torch.testing.assert_close(1 / server.posterior.variance[GAUSSIAN], wanted, rtol=1e-6, atol=0)
         clients.round(server)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_what_is_left_of_the_start_is_no_part_of_a_client_s_loss(rounds):
+    """It narrows draws alone. What a client's own optimizer finds is under the prior that its loss has."""
+    clients, method = Conjugate.drawn(SIZES), fb.Sites(*PRIOR)
+    shared = by_hand(clients, method, lambda number: range(5), rounds, variance=1e-3)
+    assert float(shared.tensors["start"]) > 100
+    participant = Participant(0, SIZES[0], clients.kept[0])
+    strength = method.problem(shared, participant).prior.strength[GAUSSIAN].double()
+    known = PRIOR[1] ** -2 + (1 - 2**-rounds) * clients.curvatures.sum(0)
+    torch.testing.assert_close(strength, SIZES[0] / sum(SIZES) * known, rtol=1e-4, atol=1e-4)
+    found = Trained(clients.posterior(0.1, 1 / (7 + strength)), {GAUSSIAN: known})
+    site = method.report(shared, participant, found).kept["precision"]
+    torch.testing.assert_close(site, (clients.kept[0]["precision"] + 7) / 2, rtol=1e-4, atol=1e-3)
 
 
 def test_what_stays_of_a_site_halves_with_every_round_since_it_was_measured():
