@@ -144,8 +144,8 @@ class HybridBayesianRegressor(LikelihoodModule):
             ``noise_std``. "residual": as "learnt", but training minimises the squared error. "none": the squared error,
             and σ = 0 in predictions, as in [FedAG].
             Measured noise is too small where the network over-fits.
-        noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, in
-            the units of the network, as ``noise_variance`` is then.
+        noise_std: standard deviation σ of the noise, in units of the target. If σ is measured, its initial value, or
+            the errors of the first batch if they are larger, in the units of the network, as ``noise_variance`` is.
         targets: number of targets if each has a σ. None: one σ for all.
         scaler: True: the network trains on targets in units of their mean and standard deviation over all clients, and
             predicts in the units of the data. A :class:`~lightning_fedbayes.FederatedScaler` with your numbers. False:
