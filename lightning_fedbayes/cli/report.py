@@ -133,7 +133,7 @@ def page(run: RunRecord, name: str) -> str:
     torn = "The last line of the run's file is cut short and left out: the run was killed while it wrote."
     fusion = str(run.settings.get("fusion", "?")).partition("(")[0]
     parts = [
-        f"<h1>{run.settings.get('clients', '?')} clients by {escape(fusion)}</h1>",
+        f"<h1>{escape(str(run.settings.get('clients', '?')))} clients by {escape(fusion)}</h1>",
         f"<p>{escape(f'{name}: {_about(run)}')}</p>",
         f'<p class="soft">{torn}</p>' if run.torn else "",
         f'<div class="tiles">{tiles}</div>',
