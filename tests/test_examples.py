@@ -80,7 +80,7 @@ def test_a_job_of_the_gallery_shows_what_its_page_says(name, tmp_path, capsys):
 NOTEBOOKS = {  # name → what its text says of the names that it leaves
     "ten_minutes_on_digits": lambda found: (
         found["curves"]["sites"][-1] < 0.5 * found["curves"]["FedAvg"][-1]
-        and found["rows"][1][3] > 0.9 > found["rows"][3][3]
+        and 1 - found["rows"][3][3] > 2 * (1 - found["rows"][1][3])  # in doubt of turned digits
     ),
     "a_hospitals_afternoon": lambda found: (
         found["scores"]["test/scaled/nll"] < found["scores"]["test/nll"]
