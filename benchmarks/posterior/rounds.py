@@ -1,10 +1,11 @@
 """Width by round: mutual information and σ of every method at its defaults, beside a converged pooled posterior.
 
-    python -m benchmarks.posterior.rounds [--only rounds|widths|rules|networks] [--seeds 3] [--data DIR] [--out FOLDER]
+    python -m benchmarks.posterior.rounds [--only rounds|widths|rules|rate|networks] [--seeds 3] [--data DIR] [--out FOLDER]
 
 "rounds": the demo's federation, and the same on two data sets that no default was chosen on.
 "widths": sites beside the best σ around the same means, trained on all examples.
 "rules": every rule on digits, 200 rounds.
+"rate": sites and the average of layers at the modules' own rate and KL weight, 200 rounds.
 "networks": what ``fusion=None`` takes, beside federated averaging, at every tenth round of 300: six data sets, all
 layers Bayesian or the last one, 2 and 20 local epochs, 10 clients, and 50 of which a tenth trains in each round. The
 three estimators take turns over the seeds. Beside them one client that holds all data, by the same optimizer: what the
@@ -49,7 +50,7 @@ CLIENTS, BATCH, DRAWS, KL_WEIGHT = 10, 32, 200, 0.05
 LOOKS = (5, 10, 20, 40, 60, 100, 200, 300)
 LONGEST = {"sites": 300}
 """Rounds of a method with seed 0; others take 100, and every method as many with further seeds."""
-LAST = {"rules": 200, "networks": 300, "widths": 60}
+LAST = {"rules": 200, "rate": 200, "networks": 300, "widths": 60}
 """Rounds of a cell of other studies."""
 WIDTHS = (20, 60)
 """Rounds after which σ is held beside the best one."""
@@ -178,6 +179,7 @@ def cells(seeds: int = 3) -> list[Cell]:
     found += [Cell("rounds", data, method, 0) for data in SHORT for method in METHODS if method not in (*BARS, *only)]
     found += [Cell("widths", data, "sites", seed) for seed in range(seeds) for data in SHORT]
     found += [Cell("rules", "digits", method, 0) for method in METHODS if method not in ONLY["networks"]]
+    found += [Cell("rate", data, method, 0) for data in SHORT for method in ("sites", "weighted_average")]
     for seed, epochs in itertools.product(range(seeds), (2, 20)):
         ways = itertools.product(SOURCES, ("pooled", "one client"), ONLY["networks"][:2])
         found += [Cell("networks", data, f"{way}, {each}", seed) for data, way, each in ways]
@@ -240,6 +242,8 @@ def network(cell: Cell) -> fb.HybridBayesianClassifier:
         options["bayesian_last"] = 1
     if cell.method.startswith("pooled"):
         options["posterior_std"] = 0.1
+    if cell.study == "rate":
+        options = {"bayesian_last": 2}
     return fb.HybridBayesianClassifier(mlp(*SOURCES[cell.data].sizes, [50]), estimator=cell.estimator, **options)
 
 
@@ -337,6 +341,9 @@ def tables(done: Mapping[Cell, dict[str, Any]]) -> str:
     networks = {cell: found for cell, found in done.items() if cell.study == "networks"}
     if networks:
         parts += ["## The default beside federated averaging, 300 rounds", beside_averaging(networks)]
+    rates = {cell: found for cell, found in done.items() if cell.study == "rate"}
+    if rates:
+        parts += ["## Rate 1e-3, KL weight 1", slow(rates)]
     rules = {cell.method: found for cell, found in done.items() if cell.study == "rules"}
     if rules:
         parts += ["## Every rule, 200 rounds of digits", grown(rules)]
@@ -502,6 +509,16 @@ def above_alone(done: Mapping[Cell, dict[str, Any]], data: str, method: str, cli
     return max(map(statistics.fmean, above.values()), default=None)
 
 
+def slow(done: Mapping[Cell, dict[str, Any]]) -> str:
+    """Return NLL / median σ by round."""
+    looks = [str(number) for number in LOOKS if number <= LAST["rate"]]
+    rows = [
+        [cell.data, cell.method, *(f"{found[n]['nll']:.3f} / {found[n]['median']:.2f}" for n in looks)]
+        for cell, found in done.items()
+    ]
+    return markdown_table(["data", "method", *(f"round {n}" for n in looks)], rows)
+
+
 def grown(mine: Mapping[str, dict[str, Any]]) -> str:
     """Return the NLL of each method on digits by round, those that grow most first."""
     change = {
@@ -525,7 +542,7 @@ def grown(mine: Mapping[str, dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("rounds", "widths", "rules", "networks"), help="one of the studies")
+    parser.add_argument("--only", choices=("rounds", "widths", "rules", "rate", "networks"), help="one of the studies")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, help="folder with uci_regression and FashionMNIST")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
