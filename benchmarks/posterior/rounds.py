@@ -1,6 +1,7 @@
 """Width by round: mutual information and σ of every method at its defaults, beside a converged pooled posterior.
 
-    python -m benchmarks.posterior.rounds [--only rounds|widths|rules|rate|networks] [--seeds 3] [--data DIR] [--out FOLDER]
+    python -m benchmarks.posterior.rounds [--only rounds|widths|rules|rate|networks] [--seeds 3] [--data DIR]
+        [--out FOLDER]
 
 "rounds": the demo's federation, and the same on two data sets that no default was chosen on.
 "widths": sites beside the best σ around the same means, trained on all examples.
