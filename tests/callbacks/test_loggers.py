@@ -105,7 +105,7 @@ def test_the_rounds_have_the_figures_of_the_federation(logged):
         assert figures["federation/posterior_variance"] > 0
         assert 1 <= figures["federation/effective_clients"] <= CLIENTS
         # once per client: up mean and gradient of each parameter, precision of each Gaussian one, and two numbers, all
-        # float32; down mean and variance, and in float64 the sum of gradients, five numbers and the start of two tensors
+        # float32; down mean and variance, and in float64 the sum of gradients, five numbers and two tensors' start
         gaussian = 12 * 10 + 10
         parameters = 64 * 12 + 12 + gaussian
         up, down = 4 * (2 * parameters + gaussian + 2), 4 * (parameters + gaussian) + 8 * (parameters + 5 + 2)

@@ -97,8 +97,9 @@ def test_any_number_of_processes_gives_the_posterior_of_one(several, alone, name
             assert row == pytest.approx(other, rel=1e-5, abs=1e-9)
         shown = {key: value for key, value in expected["metrics"].items() if "seconds" not in key}
         assert {key: result["metrics"][key] for key in shown} == pytest.approx(shown, rel=1e-5)
-        # moments of gradients are sums that cancel: their error is that of their terms, about 1e-2 in float32
-        torch.testing.assert_close(result["states"], expected["states"], rtol=1e-6, atol=1e-8)
+        # moments of gradients are sums that cancel: their error is that of their terms in float32, about 1e-2, and of a
+        # site's gradient about 1
+        torch.testing.assert_close(result["states"], expected["states"], rtol=4e-6, atol=1e-8)
         if SCENARIOS[name]["engine"] == "sequential":  # a stack of fewer clients takes more steps
             assert (result["steps"], result["best"]) == (expected["steps"], expected["best"])
 
